@@ -1,0 +1,33 @@
+# Set-up is part of every target: `make demo` and `make test` are all that a fresh machine needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint bench clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)  ## the example model suite, on whatever this machine has
+	$(BIN)/python -m pytest examples/llama
+
+test: $(STAMP)  ## linters, types and every test; needs no GPU
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n auto tests
+
+lint: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## every number that the README prints
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV)

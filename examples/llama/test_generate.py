@@ -1,0 +1,42 @@
+"""Greedy generation: the cache changes the speed, not the tokens."""
+
+from __future__ import annotations
+
+import torch
+from closeness import assert_as_good_as_eager
+from transformers import LlamaForCausalLM
+
+from pytest_cudaenv import attn_backends, dtypes
+
+pytestmark = [
+    attn_backends(
+        "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", model=LlamaForCausalLM
+    ),
+    dtypes("float32", "bfloat16"),
+]
+
+NEW_TOKENS = 8
+
+
+@torch.no_grad()
+def test_greedy_generation_with_and_without_cache(model, low, reference, input_ids):
+    """The logits of each step agree; where the two best tokens are nearly tied, the choice between them is free."""
+    runs = {
+        cached: model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            use_cache=cached,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        for cached in (True, False)
+    }
+    for run in runs.values():
+        assert run.sequences.shape == (input_ids.shape[0], input_ids.shape[1] + NEW_TOKENS)
+        chosen = run.sequences[:, input_ids.shape[1] :]
+        logits = torch.stack(run.logits, dim=1)
+        assert torch.equal(chosen, logits.argmax(-1)), "greedy generation took another than the best token"
+        expected = [m(run.sequences[:, :-1]).logits[:, input_ids.shape[1] - 1 :] for m in (low, reference)]
+        assert_as_good_as_eager(logits, *expected)

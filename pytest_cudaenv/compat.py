@@ -1,0 +1,162 @@
+"""Every private name of pytest that is used, each with a link to what it relies on.
+
+Nothing else in the package may touch a name of pytest that starts with an underscore or that its reference does
+not list, so that a new pytest is one file's work.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+
+
+class NamedMark(pytest.MarkDecorator):
+    """A mark that is applied to functions and classes only, and says so when it is given something else.
+
+    A subclass, because `pytest.param(marks=…)` and `pytestmark` accept nothing but `MarkDecorator`; its
+    constructor wants `_ispytest`:
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/mark/structures.py (class MarkDecorator)
+    """
+
+    signature: Callable[..., object]
+
+    def __init__(self, mark: pytest.Mark, signature: Callable[..., object]) -> None:
+        super().__init__(mark, _ispytest=True)
+        # MarkDecorator is a frozen-looking dataclass in some releases; both accept this.
+        object.__setattr__(self, "signature", signature)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Decorate a function or class, or take the marker's arguments; a TypeError names what went wrong."""
+        if len(args) == 1 and not kwargs and not isinstance(args[0], str):
+            target = args[0]
+            if inspect.isclass(target) or is_test_callable(target):
+                check_call(self.name, self.signature, *self.args, **self.kwargs)
+                return super().__call__(target)
+            if self.args or self.kwargs or not _takes(self.signature, target):
+                raise TypeError(not_decorable(self.name, target))
+        check_call(self.name, self.signature, *self.args, *args, **{**self.kwargs, **kwargs})
+        return self.with_args(*args, **kwargs)
+
+    def with_args(self, *args: object, **kwargs: object) -> NamedMark:
+        """The same mark with these arguments added, still one of ours."""
+        return NamedMark(super().with_args(*args, **kwargs).mark, self.signature)
+
+
+def named_mark(name: str, signature: Callable[..., object]) -> NamedMark:
+    """The decorator of a marker whose arguments `signature` validates.
+
+    `Mark` is built directly: `getattr(pytest.mark, name)` fails under `--strict-markers` before the plugin has
+    registered its markers. https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/mark/structures.py
+    """
+    return NamedMark(pytest.Mark(name, (), {}, _ispytest=True), signature)
+
+
+def is_test_callable(target: object) -> bool:
+    """Whether pytest would put a mark on this object rather than read it as a marker's argument."""
+    if isinstance(target, (staticmethod, classmethod)):
+        target = target.__func__
+    return callable(target) and getattr(target, "__name__", "<lambda>") != "<lambda>"
+
+
+def check_call(name: str, signature: Callable[..., object], *args: object, **kwargs: object) -> object:
+    """What a marker's arguments declare; TypeError or ValueError that carries the marker's own signature."""
+    try:
+        return signature(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error}. Usage: {name}{arguments_of(signature)}") from None
+
+
+def arguments_of(signature: Callable[..., object]) -> str:
+    """`(devices=1, memory=None)`: names and defaults, as `pytest --markers` prints them."""
+    parameters = [p.replace(annotation=p.empty) for p in inspect.signature(signature).parameters.values()]
+    return str(inspect.Signature(parameters))
+
+
+def not_decorable(name: str, target: object) -> str:
+    """The message for a decorator that was given what is neither a function nor a class."""
+    if target is None:
+        return f"@{name} was applied to None: put @{name} below @parameterized.expand, which leaves no function behind"
+    return f"@{name} goes on a function or a class, not on {type(target).__name__} {target!r}"
+
+
+def _takes(signature: Callable[..., object], value: object) -> bool:
+    """Whether the marker accepts one positional argument of this kind (a count, a dict), and None never."""
+    if value is None:
+        return False
+    try:
+        signature(value)
+    except ValueError:
+        return True  # the right shape with a wrong value: `check_call` gives the message
+    except TypeError:
+        return False
+    return True
+
+
+def skip_at_test(message: str) -> NoReturn:
+    """Skip the running test, located at the test and not at this plugin.
+
+    `_use_item_location` is what `@pytest.mark.skip` itself uses:
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/skipping.py (pytest_runtest_setup)
+    """
+    raise pytest.skip.Exception(message, _use_item_location=True)
+
+
+def our_fixtures(item: pytest.Item, package: str) -> frozenset[str]:
+    """Names in the test's fixture closure that resolve to a fixture of `package`, or extend one.
+
+    A suite's own `device` fixture is the suite's, unless it requests the fixture that it overrides.
+    `_fixtureinfo`: https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/fixtures.py (class FuncFixtureInfo)
+    """
+    info = getattr(item, "_fixtureinfo", None)
+    if info is None:
+        return frozenset()
+    return frozenset(
+        name for name, definitions in info.name2fixturedefs.items() if _ends_in(name, definitions, package)
+    )
+
+
+def _ends_in(name: str, definitions: Any, package: str) -> bool:
+    for definition in reversed(definitions):
+        if getattr(definition.func, "__module__", "").startswith(package + "."):
+            return True
+        if name not in definition.argnames:
+            return False
+    return False
+
+
+def parameters(item: pytest.Item) -> dict[str, Any]:
+    """The parameters with which a test was generated; empty for one that is not parametrized.
+
+    `callspec`: https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/python.py (class CallSpec2)
+    """
+    callspec = getattr(item, "callspec", None)
+    return dict(callspec.params) if callspec is not None else {}
+
+
+def parametrized_names(metafunc: pytest.Metafunc) -> set[str]:
+    """Argument names that the test's own `parametrize` marks give values to."""
+    names: set[str] = set()
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        argnames = mark.kwargs.get("argnames", mark.args[0] if mark.args else ())
+        names.update(n.strip() for n in argnames.split(",")) if isinstance(argnames, str) else names.update(argnames)
+    return names
+
+
+def metafunc_fixtures(metafunc: pytest.Metafunc, package: str) -> frozenset[str]:
+    """`our_fixtures` of a test that is about to be generated.
+
+    `_arg2fixturedefs`: https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/python.py (class Metafunc)
+    """
+    return frozenset(n for n, definitions in metafunc._arg2fixturedefs.items() if _ends_in(n, definitions, package))
+
+
+def finish_fixture(definition: Any, request: pytest.FixtureRequest) -> None:
+    """Tear down a fixture and everything that was built on it, before its scope ends; once, however often called.
+
+    `FixtureDef.finish` is what pytest itself calls when a parameter changes:
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/fixtures.py (FixtureDef.execute)
+    """
+    definition.finish(request)

@@ -1,0 +1,1 @@
+"""What is here: devices, driver and software, as frozen facts. Imports neither pytest nor torch."""

@@ -1,0 +1,1 @@
+"""What ran where: the header before a run and the summary after it."""

@@ -1,0 +1,114 @@
+"""The options and their twins: `--cuda-unmet`, `CUDAENV_UNMET`, ini `cuda_unmet`.
+
+Only declared here, as every start of pytest pays for it; `settings` resolves them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import pytest
+
+
+class Option(NamedTuple):
+    """One setting and its three spellings: `--cuda-unmet`, `CUDAENV_UNMET`, ini `cuda_unmet`."""
+
+    name: str
+    help: str
+    metavar: str
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    repeated: bool = False
+
+    @property
+    def flag(self) -> str:
+        return f"--cuda-{self.name}"
+
+    @property
+    def variable(self) -> str:
+        return f"CUDAENV_{self.name.replace('-', '_').upper()}"
+
+    @property
+    def dest(self) -> str:
+        return f"cuda_{self.name.replace('-', '_')}"
+
+
+OPTIONS = (
+    Option(
+        "visible",
+        "show the run only these of the devices that it could see, as CUDA_VISIBLE_DEVICES would (indices or UUIDs)",
+        "MASK",
+    ),
+    Option(
+        "unmet",
+        "what becomes of a test whose requirements this host does not meet (default: skip)",
+        "{skip,deselect,fail}",
+        default="skip",
+        choices=("skip", "deselect", "fail"),
+    ),
+    Option(
+        "simulate",
+        "decide everything as on that host, h100 or h100:2; with --collect-only: what would run there?",
+        "NAME[:COUNT]",
+    ),
+    Option(
+        "assume",
+        "take this distribution as installed and working; repeat for more",
+        "DIST[==VERSION]",
+        default=(),
+        repeated=True,
+    ),
+    Option(
+        "attn-backends",
+        "run only cells of this attention backend; repeat for more",
+        "BACKEND",
+        default=(),
+        repeated=True,
+    ),
+    Option("dtypes", "run only cells of this dtype; repeat for more", "DTYPE", default=(), repeated=True),
+)
+
+_INI_HELP = {
+    "attn-backends": "attention backends of tests that name none (the same on every host: they make the ids)",
+    "dtypes": "dtypes of tests that name none (the same on every host: they make the ids)",
+}
+
+SWITCH = "cuda"
+"""The ini key that switches the whole plugin off: `cuda = false`."""
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Declare every option and its ini twin."""
+    group = parser.getgroup("cudaenv", "CUDA devices, attention backends and dtypes (pytest-cudaenv)")
+    for option in OPTIONS:
+        group.addoption(
+            option.flag,
+            dest=option.dest,
+            metavar=option.metavar,
+            help=option.help,
+            # None, so that an option at its default can be told from one that was given.
+            default=None,
+            action="append" if option.repeated else "store",
+        )
+        help_text = _INI_HELP.get(option.name, f"default of {option.flag}")
+        if option.repeated:
+            parser.addini(option.dest, help_text, type="args", default=None)
+        else:
+            parser.addini(option.dest, help_text, type="string", default=None)
+    parser.addini(SWITCH, "false switches pytest-cudaenv off, whatever else is set", type="bool", default=True)
+
+
+def given(config: pytest.Config, option: Option) -> Any:
+    """The value from the command line, also before pytest has finished reading it; None where it is not there."""
+    value: Any = config.getoption(option.dest, None)
+    return getattr(config.known_args_namespace, option.dest, None) if value is None else value
+
+
+def any_given(config: pytest.Config, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the run was told anything: an option, a variable, or a `cuda_…` ini key. Cheap; validates nothing."""
+    environ = os.environ if environ is None else environ
+    return any(
+        given(config, o) is not None or environ.get(o.variable, "").strip() or config.getini(o.dest) for o in OPTIONS
+    )

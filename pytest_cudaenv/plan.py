@@ -1,0 +1,146 @@
+"""What each collected test needs, read from its marks, its fixture closure and its cell."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import pytest
+
+from pytest_cudaenv import compat
+from pytest_cudaenv.cells import PACKAGE, CellParameters, axis_of, backend_names, cell_of
+from pytest_cudaenv.host.devices import CudaDevice
+from pytest_cudaenv.names import FIXTURES, NEEDS_DEVICE, TAKES_DEVICE
+from pytest_cudaenv.requirements import attention
+from pytest_cudaenv.requirements.markers import MARKERS, KnownBadCell
+from pytest_cudaenv.requirements.requirement import Requirement, with_cell
+from pytest_cudaenv.requirements.sizes import version_tuple_fits
+
+_AXES = {"attn_backends": "attn_backend", "dtypes": "dtype"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one test needs and where each part was declared."""
+
+    requirement: Requirement
+    cell: CellParameters
+    sources: tuple[tuple[str, Requirement], ...] = ()
+    """(`@requires_cuda(devices=2)` or `fixture cuda_device`, what it adds)."""
+    known_bad: tuple[KnownBadCell, ...] = ()
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether the test starts from a seed made from its id: every device and cell test does."""
+        return self.requirement.asks_for_device or self.cell.id is not None
+
+
+def plan_of(item: pytest.Item) -> Plan | None:
+    """The plan of a test that uses the plugin; None for one that does not.
+
+    Raises CollectError, with the marker's signature, for a mark whose arguments are wrong.
+    """
+    ours = compat.our_fixtures(item, PACKAGE) & FIXTURES
+    marks = [mark for mark in item.iter_markers() if mark.name in MARKERS]
+    if not ours and not marks:
+        return None
+    sources: list[tuple[str, Requirement]] = []
+    known_bad: list[KnownBadCell] = []
+    for mark in marks:
+        declared = _declaration(item, mark)
+        if isinstance(declared, Requirement):
+            sources.append((_spelled(mark), declared))
+        elif isinstance(declared, KnownBadCell):
+            known_bad.append(declared)
+    sources += [(f"fixture {name}", Requirement(devices=1)) for name in sorted(ours & NEEDS_DEVICE)]
+    sources += [(f"fixture {name}", Requirement(device_if_any=True)) for name in sorted(ours & TAKES_DEVICE)]
+    cell = cell_of(item, ours)
+    _check_axes(item, ours)
+    if cell.id is not None:
+        sources.append((f"cell {cell.id}", _cell_requirement(item, cell)))
+    requirement = Requirement()
+    for _, declared_requirement in sources:
+        requirement = requirement.merged(declared_requirement)
+    return Plan(requirement, cell, tuple(sources), tuple(known_bad))
+
+
+def _declaration(item: pytest.Item, mark: pytest.Mark) -> object:
+    try:
+        return compat.check_call(mark.name, MARKERS[mark.name], *mark.args, **mark.kwargs)
+    except (TypeError, ValueError) as error:
+        raise pytest.Collector.CollectError(f"{item.nodeid}: {error}") from None
+
+
+def _spelled(mark: pytest.Mark) -> str:
+    arguments = [repr(a) for a in mark.args] + [f"{k}={v!r}" for k, v in mark.kwargs.items()]
+    return f"@{mark.name}({', '.join(arguments)})" if arguments else f"@{mark.name}"
+
+
+def _cell_requirement(item: pytest.Item, cell: CellParameters) -> Requirement:
+    requirement = with_cell(Requirement(), cell.backends, cell.dtype)
+    if not cell.backends:
+        requirement = replace(requirement, device_if_any=False)
+    if cell.dtype is not None:
+        requirement = replace(requirement, dtypes=(cell.dtype,))
+    model = axis_of(item, "attn_backends").model
+    if model is not None and isinstance(cell.attn_backend, str):
+        requirement = replace(requirement, model_reasons=tuple(attention.model_reasons(cell.attn_backend, model)))
+    return requirement
+
+
+def _check_axes(item: pytest.Item, ours: frozenset[str]) -> None:
+    """Refuse lists of cells on a test that cannot have any: they would do nothing and say nothing."""
+    for mark in getattr(item, "own_markers", ()):
+        fixture = _AXES.get(mark.name)
+        if fixture is None or fixture in ours:
+            continue
+        if _is_unittest(item):
+            hint = "a unittest.TestCase method cannot take fixtures; move it to a function or a plain class"
+        else:
+            hint = f"request the fixture `cell` or `{fixture}`"
+        raise pytest.Collector.CollectError(f"{item.nodeid}: @{mark.name} has no effect here: {hint}")
+
+
+def _is_unittest(item: pytest.Item) -> bool:
+    import unittest
+
+    cls = getattr(item, "cls", None)
+    return isinstance(cls, type) and issubclass(cls, unittest.TestCase)
+
+
+def matching_bad_cell(plan: Plan, device: CudaDevice | None) -> KnownBadCell | None:
+    """The known-bad entry that covers this test's cell on this device (None: the CPU), if any."""
+    return next((known for known in plan.known_bad if _covers(known, plan.cell, device)), None)
+
+
+def _covers(known: KnownBadCell, cell: CellParameters, device: CudaDevice | None) -> bool:
+    if known.attn_backend is not None:
+        if cell.attn_backend is None:
+            return False
+        wanted = known.attn_backend
+        if wanted != cell.attn_backend and not (isinstance(wanted, str) and wanted in backend_names(cell.attn_backend)):
+            return False
+    if known.dtype is not None and known.dtype != cell.dtype:
+        return False
+    if known.capability is None:
+        return True
+    if device is None or device.capability is None:
+        return False
+    return version_tuple_fits(device.capability, (known.capability,), "capability")
+
+
+def expect_failure(item: pytest.Item, known: KnownBadCell, today: datetime.date) -> None:
+    """Mark a test in a known-bad cell as expected to fail, strictly: a cell that works again is news.
+
+    Past its date the entry counts for nothing, and the test fails with the entry's text.
+    """
+    why = ", ".join(part for part in (known.reason, known.issue) if part)
+    if known.until is not None and today > known.until:
+        _fail_expired(known.until, why)
+    item.add_marker(pytest.mark.xfail(reason=f"[known-bad] {why}", strict=True))
+
+
+def _fail_expired(until: datetime.date, why: str) -> NoReturn:
+    message = f"[known-bad-expired] the xfail_cells entry ended on {until} ({why}): mend the cell or renew the entry"
+    pytest.fail(message, pytrace=False)

@@ -1,0 +1,187 @@
+"""pytest's hooks; each a few lines that delegate.
+
+pytest imports this module at every start. It imports neither torch, transformers, pynvml nor packaging, and nothing
+of the package that a suite which does not use the plugin would pay for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_cudaenv.fixtures.cells import CellLists, cell_fixtures
+from pytest_cudaenv.fixtures.devices import ROOT, cuda_device, cuda_devices, cudaenv_grant, device, mixed_precision
+from pytest_cudaenv.names import MARKER_LINES
+from pytest_cudaenv.options import SWITCH, add_options
+from pytest_cudaenv.session import CHECK_INHERITED, SESSION, CudaSession
+
+__all__ = ["cuda_device", "cuda_devices", "cudaenv_grant", "device", "mixed_precision"]
+
+CELL_NAMES = frozenset({"attn_backend", "dtype"})
+
+CELL_LISTS = pytest.StashKey[CellLists]()
+
+_sessions: list[CudaSession] = []
+"""Runs in progress in this process, innermost last (pytester nests them): whom a module's import concerns."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    add_options(parser)
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    from pytest_cudaenv import hookspecs
+
+    pluginmanager.add_hookspecs(hookspecs)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    if early_config.getini(SWITCH):
+        session = early_config.stash[SESSION] = CudaSession(early_config)
+        _sessions.append(session)
+        early_config.add_cleanup(lambda: _end(session))
+        session.begin()
+
+
+def _end(session: CudaSession) -> None:
+    session.end()
+    if session in _sessions:
+        _sessions.remove(session)
+
+
+def suite_uses_plugin() -> None:
+    """A module of the suite has asked the package for a name."""
+    if _sessions:
+        _sessions[-1].answer_questions()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in MARKER_LINES:
+        config.addinivalue_line("markers", line)
+    session = config.stash.get(SESSION, None)
+    if session is None:
+        return
+    session.configure()
+    lists = config.stash[CELL_LISTS] = session.cell_lists
+    config.pluginmanager.register(cell_fixtures(lists), "cudaenv-cells")
+
+
+def pytest_plugin_registered(plugin: object) -> None:
+    if _sessions and getattr(plugin, "__file__", None) and Path(str(plugin.__file__)).name == "conftest.py":  # type: ignore[attr-defined]
+        _sessions[-1].notice_conftest(plugin)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
+    if (session := parent.config.stash.get(SESSION, None)) is not None:
+        session.notice_module(module_path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    lists = metafunc.config.stash.get(CELL_LISTS, None)
+    if lists is not None and not CELL_NAMES.isdisjoint(metafunc.fixturenames):
+        from pytest_cudaenv.cells import parametrize
+
+        parametrize(metafunc, lists)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if (session := collector.config.stash.get(SESSION, None)) is not None:
+        session.check_collected(report)
+    return report
+
+
+# Neither first nor last: after the conftests' own, which may add marks, and before pytest's, which reads `-m`.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (session := config.stash.get(SESSION, None)) is not None:
+        session.plan_items(items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    if (state := session.config.stash.get(SESSION, None)) is not None:
+        state.end_collection()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if (session := item.config.stash.get(SESSION, None)) is not None:
+        session.set_up(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> None:
+    if fixturedef.argname == ROOT and (session := request.config.stash.get(SESSION, None)) is not None:
+        session.note_fixture(fixturedef, request)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    # Again: fixtures that only the first test of a module sets up have used the numbers since.
+    if (session := item.config.stash.get(SESSION, None)) is not None:
+        session.seed(item)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    if (session := item.config.stash.get(SESSION, None)) is not None:
+        session.tear_down(item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if (session := item.config.stash.get(SESSION, None)) is not None:
+        session.describe(item, report)
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    # The hook has no config: the innermost run is the one that logs.
+    if _sessions and (record := getattr(report, "cudaenv", None)) is not None:
+        _sessions[-1].summary.add(report.nodeid, report.when, report.outcome, record)
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    session = config.stash.get(SESSION, None)
+    return session.header() if session is not None and session.planned else []
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    # xdist's controller does not collect: its workers say whether the suite uses the plugin.
+    if (session := node.config.stash.get(SESSION, None)) is not None:
+        node.workerinput["cudaenv_mailbox"] = session.mailbox
+        node.workerinput[CHECK_INHERITED] = session.lends_nvml_check
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    state = session.config.stash.get(SESSION, None)
+    workerinput = getattr(session.config, "workerinput", None)
+    if state is not None and state.planned and workerinput is not None and "cudaenv_mailbox" in workerinput:
+        state.tell_controller(workerinput["cudaenv_mailbox"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any) -> None:
+    if (session := node.config.stash.get(SESSION, None)) is not None:
+        session.hear_worker()
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    session = config.stash.get(SESSION, None)
+    if session is None or not session.has_summary or config.get_verbosity() < -1:
+        return
+    if lines := session.summary.lines():
+        terminalreporter.section("cudaenv: what ran where")
+        for line in lines:
+            terminalreporter.write_line(line)

@@ -1,0 +1,1 @@
+"""What a test needs: pure functions of (requirement, host) -> reasons. Imports neither pytest nor torch."""

@@ -1,0 +1,232 @@
+"""The markers: each is a Python signature that turns its arguments into what a test declares.
+
+No pytest here: `pytest_cudaenv.decorators` makes the decorators, `pytest_cudaenv.plan` reads the marks.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from pytest_cudaenv.requirements import attention, hub_kernels, packages, precision, quantization
+from pytest_cudaenv.requirements.requirement import Requirement
+from pytest_cudaenv.requirements.sizes import parse_memory, specifier
+
+Backend: TypeAlias = "str | tuple[tuple[str, str], ...]"
+"""An attention backend: its canonical name, or one per sub-config as ((sub-config, name), …)."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The values that a test's cells take along one axis."""
+
+    values: tuple[Backend, ...] = ()
+    """Empty: the project's default list."""
+    exclude: tuple[Backend, ...] = ()
+    model: type | None = field(default=None, compare=False)
+
+    def of(self, default: Sequence[Backend]) -> tuple[Backend, ...]:
+        """This axis, with `default` where the marker names nothing."""
+        return tuple(v for v in (self.values or tuple(default)) if v not in self.exclude)
+
+
+@dataclass(frozen=True)
+class KnownBadCell:
+    """Cells that are expected to fail, as data."""
+
+    attn_backend: Backend | None
+    dtype: str | None
+    capability: str | None
+    reason: str
+    issue: str
+    until: datetime.date | None
+
+
+Declaration: TypeAlias = "Requirement | Axis | KnownBadCell"
+
+
+def requires_cuda(
+    devices: int = 1,
+    memory: int | str | None = None,
+    capability: str | None = None,
+    driver: str | None = None,
+    exclusive: bool = False,
+) -> Requirement:
+    """That many NVIDIA devices; `memory` is what the test uses on each."""
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise ValueError(f"devices={devices!r}: write a number of devices, 1 or more")
+    if not isinstance(exclusive, bool):
+        raise TypeError(f"exclusive={exclusive!r}: write True or False")
+    return Requirement(
+        devices=devices,
+        memory=0 if memory is None else parse_memory(memory),
+        capability=_specifiers(capability, "capability"),
+        driver=_specifiers(driver, "driver"),
+        exclusive=exclusive,
+    )
+
+
+def _specifiers(text: str | None, argument: str) -> tuple[str, ...]:
+    return () if text is None else (str(specifier(text, argument)),)
+
+
+def requires_dtype(*names: str) -> Requirement:
+    """Native support for these dtypes, never emulation."""
+    if not names:
+        raise ValueError("name at least one dtype")
+    return Requirement(devices=1, dtypes=tuple(precision.dtype_name(n) for n in names))
+
+
+def requires_bf16() -> Requirement:
+    """Native bfloat16 arithmetic."""
+    return requires_dtype("bfloat16")
+
+
+def requires_fp8() -> Requirement:
+    """Native 8-bit floating point matrix products (e4m3)."""
+    return requires_dtype("fp8")
+
+
+def requires_fp4() -> Requirement:
+    """Native 4-bit floating point matrix products (NVFP4)."""
+    return requires_dtype("fp4")
+
+
+def requires_tf32() -> Requirement:
+    """TensorFloat-32 matrix products."""
+    return requires_dtype("tf32")
+
+
+def requires_attn_backend(name: str) -> Requirement:
+    """The package or Hub kernel of an attention backend, on a device for which it has code."""
+    return Requirement(devices=1, attn_backends=(attention.backend_name(name),))
+
+
+def requires_flash_attn2() -> Requirement:
+    """FlashAttention-2."""
+    return requires_attn_backend("flash_attention_2")
+
+
+def requires_flash_attn3() -> Requirement:
+    """FlashAttention-3."""
+    return requires_attn_backend("flash_attention_3")
+
+
+def requires_flash_attn4() -> Requirement:
+    """FlashAttention-4."""
+    return requires_attn_backend("flash_attention_4")
+
+
+def requires_flex_attention() -> Requirement:
+    """FlexAttention, torch's compiled attention."""
+    return requires_attn_backend("flex_attention")
+
+
+def requires_hub_kernels(*repos: str, version: int | None = None, revision: str | None = None) -> Requirement:
+    """A usable pair of kernels and transformers, and a build of each repository for this host."""
+    wanted = tuple(hub_kernels.HubKernel(repo, version, revision) for repo in repos)
+    return Requirement(device_if_any=True, needs_kernels=True, hub_kernels=wanted)
+
+
+def requires_quantization(method: str) -> Requirement:
+    """A quantization method's packages and capability."""
+    return Requirement(device_if_any=True, quantization=(quantization.method_name(method),))
+
+
+def requires_package(*specs: str) -> Requirement:
+    """Installed packages, as PEP 508 strings; ` | ` separates alternatives."""
+    if not specs:
+        raise ValueError("name at least one package")
+    for spec in specs:
+        packages.parse_package(spec)
+    return Requirement(packages=tuple(specs))
+
+
+def requires_nccl() -> Requirement:
+    """NCCL and two devices."""
+    return Requirement(devices=2, nccl=True)
+
+
+def attn_backends(
+    *names: str | Mapping[str, str], exclude: str | Sequence[str] = (), model: type | None = None
+) -> Axis:
+    """This test's attention backends; with a model class, what the class declares gives reasons."""
+    if model is not None and not isinstance(model, type):
+        raise TypeError(f"model={model!r}: give the model class")
+    return Axis(tuple(backend(n) for n in names), tuple(backend(n) for n in _listed(exclude)), model)
+
+
+def dtypes(*names: str, exclude: str | Sequence[str] = ()) -> Axis:
+    """This test's dtypes."""
+    return Axis(tuple(precision.cell_dtype(n) for n in names), tuple(precision.cell_dtype(n) for n in _listed(exclude)))
+
+
+def _listed(value: str | Sequence[str]) -> Sequence[str]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def backend(value: str | Mapping[str, str]) -> Backend:
+    """The canonical form of a backend: a name in any spelling, or a dict with one name per sub-config."""
+    if isinstance(value, str):
+        return attention.backend_name(value)
+    if not isinstance(value, Mapping) or not value:
+        raise TypeError(f"{value!r}: write a backend's name, or a dict of sub-config and name")
+    return tuple((str(sub), attention.backend_name(name)) for sub, name in value.items())
+
+
+def xfail_cells(
+    attn_backend: str | Mapping[str, str] | None = None,
+    dtype: str | None = None,
+    capability: str | None = None,
+    reason: str = "",
+    issue: str = "",
+    until: str | datetime.date | None = None,
+) -> KnownBadCell:
+    """Cells that are known to fail on devices of a capability; past `until` (2027-01-31) the test fails."""
+    if attn_backend is None and dtype is None and capability is None:
+        raise ValueError("say which cells: attn_backend=, dtype= or capability=")
+    if not (reason or issue):
+        raise ValueError("say why: reason= or issue=")
+    if capability is not None:
+        specifier(capability, "capability")
+    if isinstance(until, str):
+        try:
+            until = datetime.date.fromisoformat(until)
+        except ValueError:
+            raise ValueError(f"until={until!r}: write a date, 2027-01-31") from None
+    return KnownBadCell(
+        None if attn_backend is None else backend(attn_backend),
+        None if dtype is None else precision.dtype_name(dtype),
+        capability,
+        reason,
+        issue,
+        until,
+    )
+
+
+MARKERS: dict[str, Callable[..., Declaration]] = {
+    function.__name__: function
+    for function in (
+        requires_cuda,
+        requires_dtype,
+        requires_bf16,
+        requires_fp8,
+        requires_fp4,
+        requires_tf32,
+        requires_attn_backend,
+        requires_flash_attn2,
+        requires_flash_attn3,
+        requires_flash_attn4,
+        requires_flex_attention,
+        requires_hub_kernels,
+        requires_quantization,
+        requires_package,
+        requires_nccl,
+        attn_backends,
+        dtypes,
+        xfail_cells,
+    )
+}
+"""Marker name -> its signature, which validates the arguments and returns what they declare."""

@@ -1,0 +1,144 @@
+"""Option, environment and ini, resolved in one place into frozen settings that know where each came from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_cudaenv.options import OPTIONS, Option, given
+
+if TYPE_CHECKING:
+    from pytest_cudaenv.host.devices import Host
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the run was told, and by whom."""
+
+    visible: str | None = None
+    unmet: str = "skip"
+    simulate: str | None = None
+    assume: tuple[str, ...] = ()
+    only_attn_backends: tuple[str, ...] = ()
+    """Cells of other backends are deselected; empty: none are."""
+    only_dtypes: tuple[str, ...] = ()
+    attn_backends: tuple[str, ...] | None = None
+    """From ini alone, as these make ids: the backends of tests that name none; None: the plugin's default."""
+    dtypes: tuple[str, ...] | None = None
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    """`--cuda-simulate h100:2` -> "option", for everything that is not the default."""
+
+
+def resolve(config: pytest.Config, environ: Mapping[str, str] | None = None) -> Settings:
+    """The settings of a run: option over environment over ini.
+
+    Raises pytest.UsageError that names the choices.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    provenance: dict[str, str] = {}
+    for option in OPTIONS:
+        value, origin = _resolve_one(option, config, environ)
+        if option.choices and value not in option.choices:
+            raise pytest.UsageError(f"{option.flag}: {value!r} ({origin}): choose from {', '.join(option.choices)}")
+        values[option.name] = tuple(value) if option.repeated else value
+        if origin:
+            shown = " ".join(value) if option.repeated else value
+            provenance[f"{option.flag} {shown}"] = origin
+    return Settings(
+        visible=values["visible"],
+        unmet=values["unmet"],
+        simulate=values["simulate"],
+        assume=values["assume"],
+        only_attn_backends=_names(values["attn-backends"], "--cuda-attn-backends", _backend_name),
+        only_dtypes=_names(values["dtypes"], "--cuda-dtypes", _dtype_name),
+        attn_backends=_ini_names(config, "cuda_attn_backends", _backend_name),
+        dtypes=_ini_names(config, "cuda_dtypes", _dtype_name),
+        provenance=provenance,
+    )
+
+
+_MAKES_IDS = {"attn-backends", "dtypes"}
+
+
+def _resolve_one(option: Option, config: pytest.Config, environ: Mapping[str, str]) -> tuple[Any, str]:
+    """A setting's value and where it came from; no origin for a default."""
+    value = given(config, option)
+    if value is not None:
+        return value, "option"
+    text = environ.get(option.variable, "")
+    if text.strip():
+        return (text.split() if option.repeated else text), option.variable
+    # The ini twin of these two makes the ids and is read apart: it never deselects.
+    value = None if option.name in _MAKES_IDS else config.getini(option.dest)
+    if value:
+        return value, f"ini {option.dest}"
+    return option.default, ""
+
+
+def _ini_names(config: pytest.Config, key: str, canonical: Callable[[str], str]) -> tuple[str, ...] | None:
+    value = config.getini(key)
+    return _names(tuple(value), f"ini {key}", canonical) if value else None
+
+
+def _names(texts: tuple[str, ...], where: str, canonical: Callable[[str], str]) -> tuple[str, ...]:
+    try:
+        return tuple(dict.fromkeys(canonical(text) for text in texts))
+    except ValueError as error:
+        raise pytest.UsageError(f"{where}: {error}") from None
+
+
+def _backend_name(text: str) -> str:
+    from pytest_cudaenv.requirements.attention import backend_name
+
+    return backend_name(text)
+
+
+def _dtype_name(text: str) -> str:
+    from pytest_cudaenv.requirements.precision import cell_dtype
+
+    return cell_dtype(text)
+
+
+def assumed_distributions(texts: tuple[str, ...]) -> dict[str, str]:
+    """`("flash-attn-3==3.0.0", "peft")` -> name and version; a version that is not given is a very large one.
+
+    Raises pytest.UsageError with the grammar.
+    """
+    from packaging.version import InvalidVersion, Version
+
+    assumed: dict[str, str] = {}
+    for text in texts:
+        name, equals, version = text.partition("==")
+        try:
+            Version(version or "0")
+            usable = bool(name.strip()) and (bool(version) or not equals) and not set("<>=!~; ,") & set(name.strip())
+        except InvalidVersion:
+            usable = False
+        if not usable:
+            raise pytest.UsageError(f"--cuda-assume {text!r}: write DIST or DIST==VERSION, flash-attn-3==3.0.0")
+        assumed[name.strip()] = version or "9999"
+    return assumed
+
+
+def host_of(settings: Settings) -> Host:
+    """This machine, or the one that the settings simulate, with the distributions that they assume.
+
+    Raises pytest.UsageError that names the choices.
+    """
+    from pytest_cudaenv.host.catalog import UnknownDeviceError, simulated_host
+    from pytest_cudaenv.host.detect import detect_host
+    from pytest_cudaenv.host.software import installed_software
+
+    assumed = assumed_distributions(settings.assume)
+    if settings.simulate is None:
+        host = detect_host(os.environ)
+        return replace(host, software=host.software.assuming(assumed)) if assumed else host
+    try:
+        return simulated_host(settings.simulate, installed_software().assuming(assumed))
+    except UnknownDeviceError as error:
+        raise pytest.UsageError(f"--cuda-simulate: {error}") from None
