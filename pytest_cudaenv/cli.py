@@ -25,7 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace, Mapping[str, str]], int] = options.command
     try:
-        return command(options, os.environ)
+        status = command(options, os.environ)
+        sys.stdout.flush()  # here, where a reader that has gone is expected, and not while Python ends
+        return status
     except UnknownDeviceError as error:
         print(f"pytest-cudaenv: --simulate: {error}", file=sys.stderr)
         return EXIT_USAGE

@@ -91,11 +91,16 @@ def _cell_requirement(item: pytest.Item, cell: CellParameters) -> Requirement:
 
 def _check_axes(item: pytest.Item, ours: frozenset[str]) -> None:
     """Refuse lists of cells on a test that cannot have any: they would do nothing and say nothing."""
-    for mark in getattr(item, "own_markers", ()):
+    is_unittest = _is_unittest(item)
+    marks = list(getattr(item, "own_markers", ()))
+    if is_unittest and (case := item.getparent(pytest.Class)) is not None:
+        # A plain class may have a list for those of its tests that take it; of a TestCase none can.
+        marks += case.own_markers
+    for mark in marks:
         fixture = _AXES.get(mark.name)
         if fixture is None or fixture in ours:
             continue
-        if _is_unittest(item):
+        if is_unittest:
             hint = "a unittest.TestCase method cannot take fixtures; move it to a function or a plain class"
         else:
             hint = f"request the fixture `cell` or `{fixture}`"

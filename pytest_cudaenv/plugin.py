@@ -166,6 +166,10 @@ def pytest_configure_node(node: Any) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     state = session.config.stash.get(SESSION, None)
+    if state is not None:
+        state.plan_late(session.items)
+        if state.only_collects:
+            state.forecast(session.items)
     workerinput = getattr(session.config, "workerinput", None)
     if state is not None and state.planned and workerinput is not None and "cudaenv_mailbox" in workerinput:
         state.tell_controller(workerinput["cudaenv_mailbox"])
@@ -177,11 +181,6 @@ def pytest_xdist_node_collection_finished(node: Any) -> None:
         session.hear_worker()
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    session = config.stash.get(SESSION, None)
-    if session is None or not session.has_summary or config.get_verbosity() < -1:
-        return
-    if lines := session.summary.lines():
-        terminalreporter.section("cudaenv: what ran where")
-        for line in lines:
-            terminalreporter.write_line(line)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if (session := config.stash.get(SESSION, None)) is not None:
+        session.print_summary(terminalreporter)

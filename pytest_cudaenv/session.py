@@ -287,33 +287,69 @@ class CudaSession:
         """Work out what each test needs, mark those that need devices, deselect what was not asked for."""
         if not any(may_use_plugin(item) for item in items):
             return
-        from pytest_cudaenv.plan import plan_of
-
         kept: list[pytest.Item] = []
         deselected: list[pytest.Item] = []
         for item in items:
-            try:
-                plan = plan_of(item)
-            except pytest.Collector.CollectError as error:
-                # Only marks that a conftest's hook adds are still unchecked here. A worker must not raise: xdist
-                # would take it for a crash; there the test itself is the error.
-                if not hasattr(self.config, "workerinput"):
-                    raise pytest.UsageError(str(error)) from None
-                item.stash[WRONG] = str(error)
-                plan = None
-            if plan is None:
-                kept.append(item)
-                continue
-            self.planned = True
-            item.stash[PLAN] = plan
-            if plan.requirement.asks_for_device:
-                item.add_marker("cuda")
-            if plan.requirement.devices > 1:
-                item.add_marker("multi_gpu")
-            (kept if self._is_selected(plan) else deselected).append(item)
+            plan = self._plan(item)
+            (kept if plan is None or self._is_selected(plan) else deselected).append(item)
         if deselected:
             self.config.hook.pytest_deselected(items=deselected)
             items[:] = kept
+
+    def plan_late(self, items: list[pytest.Item]) -> None:
+        """Once all hooks have run: marks that one added after `plan_items` (a conftest's `trylast`) count as well."""
+        for item in items:
+            if _count_marks(item) != item.stash.get(PLANNED_MARKS, 0):
+                self._plan(item)
+
+    def forecast(self, items: list[pytest.Item]) -> None:
+        """Count what would run where, for a run that only collects."""
+        for item in items:
+            if (plan := item.stash.get(PLAN, None)) is None:
+                continue
+            if reasons := self.unmet(plan.requirement):
+                outcome = "failed" if any(reason.is_error for reason in reasons) else "skipped"
+                self.summary.add(item.nodeid, "setup", outcome, _record(plan, None, reasons))
+            else:
+                ran_on = self.granter.grant(plan.requirement, None).ran_on
+                self.summary.add(item.nodeid, "call", "passed", _record(plan, ran_on, ()))
+
+    def print_summary(self, reporter: pytest.TerminalReporter) -> None:
+        """After the run: what passed on which kind of device, and what did not run, by reason."""
+        if not self.has_summary or self.config.get_verbosity() < (0 if self.only_collects else -1):
+            return
+        if lines := self.summary.lines("would run" if self.only_collects else "passed"):
+            reporter.ensure_newline()
+            reporter.section(f"cudaenv: what {'would run' if self.only_collects else 'ran'} where")
+            for line in lines:
+                reporter.write_line(line)
+
+    @property
+    def only_collects(self) -> bool:
+        """Whether no test is going to run."""
+        return bool(self.config.getoption("collectonly"))
+
+    def _plan(self, item: pytest.Item) -> Plan | None:
+        from pytest_cudaenv.plan import plan_of
+
+        try:
+            plan = plan_of(item)
+        except pytest.Collector.CollectError as error:
+            # Only marks that a conftest's hook adds are still unchecked here. A worker must not raise: xdist would
+            # take it for a crash; there the test itself is the error.
+            if not hasattr(self.config, "workerinput"):
+                raise pytest.UsageError(str(error)) from None
+            item.stash[WRONG] = str(error)
+            return None
+        if plan is None:
+            return None
+        self.planned = True
+        item.stash[PLAN], item.stash[PLANNED_MARKS] = plan, _count_marks(item)
+        if plan.requirement.asks_for_device:
+            item.add_marker("cuda")
+        if plan.requirement.devices > 1:
+            item.add_marker("multi_gpu")
+        return plan
 
     def _is_selected(self, plan: Plan) -> bool:
         settings = self.settings
@@ -440,13 +476,12 @@ class CudaSession:
         plan = item.stash.get(PLAN, None)
         if plan is None:
             return
-        record: dict[str, Any] = {"cell": plan.cell.id, "ran_on": item.stash.get(RAN_ON, None)}
-        if reasons := item.stash.get(REASONS, ()):
-            record["reasons"] = [
-                {"code": r.code, "need": r.need, "have": r.have, "remedy": r.remedy, "rank": int(r.rank)}
-                for r in reasons
-            ]
+        record = _record(plan, item.stash.get(RAN_ON, None), item.stash.get(REASONS, ()))
         report.cudaenv = record  # type: ignore[attr-defined]
+
+
+def _count_marks(item: pytest.Item) -> int:
+    return sum(mark.name in MARKERS for mark in item.iter_markers())
 
 
 def may_use_plugin(item: pytest.Item) -> bool:
@@ -459,11 +494,24 @@ def may_use_plugin(item: pytest.Item) -> bool:
 PLAN = pytest.StashKey["Plan"]()
 """What a test needs; absent from the tests that do not use the plugin, which pay for nothing."""
 
+PLANNED_MARKS = pytest.StashKey[int]()
+"""How many marks of ours the plan knows of."""
+
 WRONG = pytest.StashKey[str]()
 """Why a test's marks cannot be read, where that may not end the run."""
 
-REASONS = pytest.StashKey[tuple[Any, ...]]()
+REASONS = pytest.StashKey["Sequence[Reason]"]()
 RAN_ON = pytest.StashKey[str]()
+
+
+def _record(plan: Plan, ran_on: str | None, reasons: Sequence[Reason]) -> dict[str, Any]:
+    """What summaries read of a test, as plain data."""
+    record: dict[str, Any] = {"cell": plan.cell.id, "ran_on": ran_on}
+    if reasons:
+        record["reasons"] = [
+            {"code": r.code, "need": r.need, "have": r.have, "remedy": r.remedy, "rank": int(r.rank)} for r in reasons
+        ]
+    return record
 
 
 def seed_of(item: pytest.Item, session_seed: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -74,6 +75,8 @@ def read_nvml(root: Path = Path("/")) -> NvmlAnswer:
 
     `root` is where `/proc` and WSL's libraries are looked for.
     """
+    if _is_library_missing(root):
+        return NvmlAnswer(problem=PROBLEMS["nvml-missing"])
     binding = _binding(root)
     if binding is None:
         note = "the module pynvml (nvidia-ml-py) can't be imported"
@@ -141,6 +144,22 @@ class _Nvml:
         return reply
 
 
+def _is_library_missing(root: Path) -> bool:
+    """Whether the loader finds no NVML: then pynvml, whose import is the dearest part of a start, is not needed."""
+    if sys.platform != "linux" or "pynvml" in sys.modules or _wsl_library(root) is not None:
+        return False
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return True
+    return False
+
+
+def _wsl_library(root: Path) -> Path | None:
+    library = root / "usr/lib/wsl/lib/libnvidia-ml.so.1"
+    return library if _is_wsl(root) and library.exists() else None
+
+
 def _binding(root: Path) -> Any | None:
     with warnings.catch_warnings():
         # The PyPI project `pynvml` installs a module of the same name that warns at import.
@@ -149,8 +168,8 @@ def _binding(root: Path) -> Any | None:
             import pynvml
         except Exception:
             return None
-    library = root / "usr/lib/wsl/lib/libnvidia-ml.so.1"
-    if _is_wsl(root) and library.exists() and getattr(pynvml, "nvmlLib", None) is None:
+    library = _wsl_library(root)
+    if library is not None and getattr(pynvml, "nvmlLib", None) is None:
         # A distribution's own libnvidia-ml, found first on the path, does not work under WSL.
         with contextlib.suppress(OSError):
             pynvml.nvmlLib = ctypes.CDLL(str(library))

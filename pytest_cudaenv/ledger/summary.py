@@ -50,12 +50,12 @@ class Summary:
         """How many tests some unmet need kept from running."""
         return len({nodeid for group in self.groups.values() for nodeid in group.tests})
 
-    def lines(self) -> list[str]:
-        """The summary's lines; none where nothing was counted."""
+    def lines(self, ran: str = "passed") -> list[str]:
+        """The summary's lines; none where nothing was counted. `ran` is the word for what was not kept from running."""
         lines: list[str] = []
         if self.passed:
             kinds = ", ".join(f"{count} on {kind}" for kind, count in self.passed.most_common())
-            lines.append(f"passed: {kinds}")
+            lines.append(f"{ran}: {kinds}")
         if self.groups:
             errors = f" ({len(self.errors)} of them errors)" if self.errors else ""
             lines.append(f"not run: {self.not_run}{errors}")

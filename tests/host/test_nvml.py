@@ -426,6 +426,7 @@ def test_binding_that_warns_at_import(monkeypatch: pytest.MonkeyPatch, tmp_path:
     source = "import warnings\nwarnings.warn('The pynvml package is deprecated', FutureWarning)\nnvmlInit = None\n"
     (tmp_path / "pynvml.py").write_text(source)
     monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.setattr("pytest_cudaenv.host.nvml._is_library_missing", lambda _: False)
     monkeypatch.syspath_prepend(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -86,11 +86,14 @@ FORMS = {
     "param": "@pytest.mark.parametrize('n', [pytest.param(1, marks={mark})])\ndef test_one(n): ...\n",
     "param list": "@pytest.mark.parametrize('n', [pytest.param(1, marks=[{mark}])])\ndef test_one(n): ...\n",
     "conftest": "def test_one(): ...\n",
+    "conftest, last": "def test_one(): ...\n",
 }
+
 ADD_MARKER = """
 import pytest
 import pytest_cudaenv
 
+@pytest.hookimpl(trylast={last})
 def pytest_collection_modifyitems(items):
     for item in items:
         item.add_marker(item.module.MARK)
@@ -103,8 +106,8 @@ def test_every_marker_works_in_every_place(
     pytester: pytest.Pytester, on_host: OnHost, form: str, spelling: str
 ) -> None:
     on_host(host_of("t4"))
-    if form == "conftest":
-        pytester.makeconftest(ADD_MARKER)
+    if form.startswith("conftest"):
+        pytester.makeconftest(ADD_MARKER.format(last=form.endswith("last")))
     modules = {}
     for place, mark in enumerate(UNMET_ON_A_T4):
         head = f"import unittest\nimport pytest\nimport pytest_cudaenv\nMARK = {spelling}.{mark}\n"
@@ -284,7 +287,7 @@ def test_a_decorator_refuses_what_is_no_test(target: object, message: str) -> No
     with pytest.raises(TypeError) as caught:
         pytest_cudaenv.requires_flash_attn3(target)
     assert caught.match(re.escape(message).replace(r"\*", ".*"))
-    with pytest.raises(TypeError, match="goes on a function or a class|applied to None"):
+    with pytest.raises(TypeError, match=r"goes on a function or a class|applied to None"):
         pytest_cudaenv.requires_cuda(devices=2)(target)
 
 
@@ -316,12 +319,12 @@ def test_a_decorator_above_parameterized_expand_is_an_error(pytester: pytest.Pyt
     source = EXPANDED.format(first="@requires_flash_attn3", second="@parameterized.expand([(1,), (2,)])")
     result = run(pytester, source)
     assert result.ret == pytest.ExitCode.INTERRUPTED
-    result.stdout.fnmatch_lines(["E*TypeError: @requires_flash_attn3 was applied to None: put @requires_flash_attn3 below*"])
+    result.stdout.fnmatch_lines(
+        ["E*TypeError: @requires_flash_attn3 was applied to None: put @requires_flash_attn3 below*"]
+    )
 
 
-def test_a_decorator_below_parameterized_expand_holds_for_each_case(
-    pytester: pytest.Pytester, on_host: OnHost
-) -> None:
+def test_a_decorator_below_parameterized_expand_holds_for_each_case(pytester: pytest.Pytester, on_host: OnHost) -> None:
     on_host(host_of("t4"))
     source = EXPANDED.format(first="@parameterized.expand([(1,), (2,)])", second="@requires_flash_attn3")
     result = run(pytester, source)
@@ -353,7 +356,10 @@ WRONG = {
     "dtypes('int7')": ("int7", "bf16, fp8_e4m3"),
     "xfail_cells(reason='broken')": ("say which cells", "xfail_cells(attn_backend"),
     "xfail_cells(dtype='bfloat16')": ("say why: reason= or issue=", "xfail_cells(attn_backend"),
-    "xfail_cells(dtype='bfloat16', reason='x', until='soon')": ("until='soon': write a date", "xfail_cells(attn_backend"),
+    "xfail_cells(dtype='bfloat16', reason='x', until='soon')": (
+        "until='soon': write a date",
+        "xfail_cells(attn_backend",
+    ),
 }
 
 
@@ -543,9 +549,7 @@ def test_a_device_that_cannot_be_used_is_an_error_and_never_a_cpu_run(
     result.stdout.fnmatch_lines([f"cudaenv: NVIDIA device present but unusable: {problem.have} [[]{code}[]]*"])
 
 
-def test_unmet_deselect_does_not_hide_a_device_that_cannot_be_used(
-    pytester: pytest.Pytester, on_host: OnHost
-) -> None:
+def test_unmet_deselect_does_not_hide_a_device_that_cannot_be_used(pytester: pytest.Pytester, on_host: OnHost) -> None:
     on_host(Host(problem=PROBLEMS["gpu-lost"]))
     run(pytester, ASKING, "--cuda-unmet", "deselect").assert_outcomes(passed=1, errors=10)
 
@@ -561,7 +565,9 @@ def test_a_mistaken_mask_skips_device_tests_and_stops_those_that_would_use_the_c
     assert [line.partition(": ")[2] for line in skips(result)] == [
         "[cuda-mask] needs a CUDA device; have 2 hidden by a mistaken mask"
     ] * 2
-    result.stdout.fnmatch_lines(["*CUDA_VISIBLE_DEVICES=7 ends at the token '7' (7 is out of range: CUDA counts 2 here*"])
+    result.stdout.fnmatch_lines(
+        ["*CUDA_VISIBLE_DEVICES=7 ends at the token '7' (7 is out of range: CUDA counts 2 here*"]
+    )
 
 
 @pytest.mark.parametrize("mask", ["0,0", "1,0,1"])
@@ -630,7 +636,11 @@ def test_an_amd_gpu_is_no_cuda_device(pytester: pytest.Pytester, on_host: OnHost
 
 def test_a_test_is_granted_the_devices_that_fit(pytester: pytest.Pytester, on_host: OnHost) -> None:
     small, large = simulated_host("t4").devices[0], simulated_host("h100").devices[0]
-    on_host(host_of("t4", devices=(replace(small, index=0), replace(large, index=1)), fastest_first=(small.uuid, large.uuid)))
+    on_host(
+        host_of(
+            "t4", devices=(replace(small, index=0), replace(large, index=1)), fastest_first=(small.uuid, large.uuid)
+        )
+    )
     result = run(
         pytester,
         """
@@ -682,8 +692,8 @@ def test_one():
         ("==9.*", "", True, "FAILED", "*[[]XPASS(strict)[]] [[]known-bad[]] FA4 is wrong here, #123*"),
         ("==12.*", "", True, "PASSED", "*1 passed*"),
         ("==12.*", "", False, "FAILED", "*assert False*"),
-        ("==9.*", ", until='2001-01-31'", True, "ERROR", "*[[]known-bad-expired[]] xfail_cells entry ended on 2001-01-31 "
-         "(FA4 is wrong here, #123): mend the cell or renew it*"),
+        ("==9.*", ", until='2001-01-31'", True, "ERROR", "*[[]known-bad-expired[]] the xfail_cells entry ended on "
+         "2001-01-31 (FA4 is wrong here, #123): mend the cell or renew*"),
         ("==12.*", ", until='2001-01-31'", True, "PASSED", "*1 passed*"),
     ],
 )  # fmt: skip

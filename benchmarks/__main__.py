@@ -1,0 +1,8 @@
+"""`python -m benchmarks`: every benchmark that runs on any machine. `driver_masks` needs NVIDIA devices."""
+
+from __future__ import annotations
+
+from benchmarks import collection, startup
+
+for benchmark in (startup, collection):
+    benchmark.main()
