@@ -228,7 +228,7 @@ def test_a_device_fixture_that_extends_ours_gets_ours(
 
 @pytest.mark.parametrize(
     ("arguments", "variable", "created"),
-    [(["-n", "auto"], "1", "1/1 worker"), (["-n", "auto"], "3", "3/3 workers")],
+    [(["-n", "auto"], "1", "1/1 worker"), (["-n", "auto"], "2", "2/2 workers")],
 )
 def test_the_number_of_workers_is_xdists_own(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, arguments: list[str], variable: str, created: str
@@ -299,7 +299,7 @@ def test_a_suite_that_uses_the_plugin_imports_neither_torch_nor_transformers(pyt
         def test_one(): ...
         """
     )
-    names = imported(pytester)
+    names = imported(pytester, "--cuda-simulate", "h100:2")
     assert "pytest_cudaenv.requirements.markers" in names
     assert names.isdisjoint({"torch", "transformers", "kernels", "numpy", "accelerate"})
 
@@ -326,8 +326,8 @@ def test_value():
 
 @pytest.mark.parametrize(
     ("before", "while_collecting", "while_running"),
-    [(None, "1", None), ("0", "0", "0"), ("", "", ""), ("1", "1", "1")],
-    ids=["unset", "zero", "empty", "one"],
+    [(None, "1", None), ("", "", ""), ("1", "1", "1")],
+    ids=["unset", "empty", "set"],
 )
 def test_the_nvml_check_is_on_while_collecting_only(
     pytester: pytest.Pytester,
@@ -517,43 +517,51 @@ def doubled(x):
 '''
 
 
-def test_a_mixed_suite_collects_and_ends_the_same(pytester: pytest.Pytester, run: Run) -> None:
+ENDS = ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS", "SUBFAILED")
+
+
+def test_a_mixed_suite_collects_the_same(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_mixed=MIXED)
-    arguments = ["--doctest-modules", "-rA"]
-    listed = [run(*off, *arguments, "--collect-only", "-q").outlines for off in ((), ("-p", "no:cudaenv"))]
+    arguments = ["--doctest-modules", "--collect-only", "-q"]
+    listed = [pytester.runpytest_inprocess(*off, *arguments).outlines for off in ((), ("-p", "no:cudaenv"))]
     ids = [[line for line in lines if "::" in line] for lines in listed]
     assert ids[0] == ids[1]
     assert len(ids[0]) == 23
-    results = [run(*off, *arguments) for off in ((), ("-p", "no:cudaenv"))]
+
+
+def test_a_mixed_suite_ends_the_same(pytester: pytest.Pytester, run: Run) -> None:
+    pytester.makepyfile(test_mixed=MIXED)
+    results = [run(*off, "--doctest-modules", "-rA") for off in ((), ("-p", "no:cudaenv"))]
     assert results[0].parseoutcomes() == results[1].parseoutcomes()
-    ends = [sorted(line for line in r.outlines if line.startswith(("PASSED", "FAILED", "ERROR", "SKIPPED", "XF", "XP",
-                                                                  "SUB"))) for r in results]  # fmt: skip
+    ends = [sorted(line for line in result.outlines if line.startswith(ENDS)) for result in results]
     assert ends[0] == ends[1]
-    assert len(ends[0]) > 20
+    assert len(ends[0]) == 25
     assert results[0].ret == results[1].ret == pytest.ExitCode.TESTS_FAILED
     assert_silent(results[0])
 
 
-def test_conftests_and_modules_see_no_change_in_the_module_table(pytester: pytest.Pytester, run: Run) -> None:
-    pytester.makeconftest("import sys\nFINDERS = [type(f).__name__ for f in sys.meta_path]\n")
+def test_nothing_of_the_plugin_stands_between_a_suite_and_its_imports(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
         import sys
 
+        def ours():
+            return [f for f in sys.meta_path if "cudaenv" in type(f).__module__]
+
+        WHILE_COLLECTING = ours()
+
         def test_nothing_of_ours():
-            assert not any("cudaenv" in type(f).__module__ for f in sys.meta_path)
+            assert (WHILE_COLLECTING, ours()) == ([], [])
             assert "pynvml" not in sys.modules
         """
     )
-    result = run()
-    result.assert_outcomes(passed=1)
-    assert_silent(result)
+    pytester.runpytest_subprocess().assert_outcomes(passed=1)
 
 
-def test_the_file_that_a_mailbox_would_be_is_not_left(
-    pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_workers_leave_no_message_behind(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     pytester.makepyfile(PASSING, test_using=USING)
-    run("--cuda-simulate", "h100:2").assert_outcomes(passed=2)
+    pytester.runpytest_inprocess("-n", "2", "--cuda-simulate", "h100:2").assert_outcomes(passed=2)
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith("cudaenv")] == []
