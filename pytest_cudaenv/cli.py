@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status is 0, 1 where something is wrong with the host or its mask, 2 for usage."""
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace, Mapping[str, str]], int] = options.command
+    status = EXIT_OK
     try:
         status = command(options, os.environ)
         sys.stdout.flush()  # here, where a reader that has gone is expected, and not while Python ends
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader has seen enough (`| head`); Python would print a traceback while it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
+        return status
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -57,6 +57,7 @@ def plan_of(item: pytest.Item) -> Plan | None:
     sources += [(f"fixture {name}", Requirement(device_if_any=True)) for name in sorted(ours & TAKES_DEVICE)]
     cell = cell_of(item, ours)
     _check_axes(item, ours)
+    _check_cell(item, cell)
     if cell.id is not None:
         sources.append((f"cell {cell.id}", _cell_requirement(item, cell)))
     requirement = Requirement()
@@ -105,6 +106,16 @@ def _check_axes(item: pytest.Item, ours: frozenset[str]) -> None:
         else:
             hint = f"request the fixture `cell` or `{fixture}`"
         raise pytest.Collector.CollectError(f"{item.nodeid}: @{mark.name} has no effect here: {hint}")
+
+
+def _check_cell(item: pytest.Item, cell: CellParameters) -> None:
+    """Refuse a list that came too late to make this test's cells, as one in `pytest.param(marks=…)` does."""
+    for marker, value in (("attn_backends", cell.attn_backend), ("dtypes", cell.dtype)):
+        axis = axis_of(item, marker)
+        if value is not None and value not in axis.of((value,)):
+            raise pytest.Collector.CollectError(
+                f"{item.nodeid}: @{marker} came too late to make its cells: put it on the function, class or module"
+            )
 
 
 def _is_unittest(item: pytest.Item) -> bool:

@@ -16,7 +16,7 @@ from pytest_cudaenv.fixtures.cells import CellLists, cell_fixtures
 from pytest_cudaenv.fixtures.devices import ROOT, cuda_device, cuda_devices, cudaenv_grant, device, mixed_precision
 from pytest_cudaenv.names import MARKER_LINES
 from pytest_cudaenv.options import SWITCH, add_options
-from pytest_cudaenv.session import CHECK_INHERITED, SESSION, CudaSession
+from pytest_cudaenv.session import CHECK_INHERITED, NVML_CHECK, SESSION, CudaSession
 
 __all__ = ["cuda_device", "cuda_devices", "cudaenv_grant", "device", "mixed_precision"]
 
@@ -120,12 +120,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> None:
     if fixturedef.argname == ROOT and (session := request.config.stash.get(SESSION, None)) is not None:
-        session.note_fixture(fixturedef, request)
+        session.runner.note_fixture(fixturedef, request)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
-    # Again: fixtures that only the first test of a module sets up have used the numbers since.
     if (session := item.config.stash.get(SESSION, None)) is not None:
         session.seed(item)
 
@@ -147,20 +146,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     # The hook has no config: the innermost run is the one that logs.
     if _sessions and (record := getattr(report, "cudaenv", None)) is not None:
-        _sessions[-1].summary.add(report.nodeid, report.when, report.outcome, record)
+        _sessions[-1].reporting.summary.add(report.nodeid, report.when, report.outcome, record)
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     session = config.stash.get(SESSION, None)
-    return session.header() if session is not None and session.planned else []
+    return session.reporting.header() if session is not None and session.planned else []
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     # xdist's controller does not collect: its workers say whether the suite uses the plugin.
     if (session := node.config.stash.get(SESSION, None)) is not None:
-        node.workerinput["cudaenv_mailbox"] = session.mailbox
-        node.workerinput[CHECK_INHERITED] = session.lends_nvml_check
+        node.workerinput["cudaenv_mailbox"] = session.reporting.mailbox
+        node.workerinput[CHECK_INHERITED] = session.environment.has_set(NVML_CHECK)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -168,17 +167,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     state = session.config.stash.get(SESSION, None)
     if state is not None:
         state.plan_late(session.items)
-        if state.only_collects:
-            state.forecast(session.items)
     workerinput = getattr(session.config, "workerinput", None)
     if state is not None and state.planned and workerinput is not None and "cudaenv_mailbox" in workerinput:
-        state.tell_controller(workerinput["cudaenv_mailbox"])
+        state.reporting.tell_controller(workerinput["cudaenv_mailbox"])
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any) -> None:
     if (session := node.config.stash.get(SESSION, None)) is not None:
-        session.hear_worker()
+        session.reporting.hear_worker()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -24,7 +24,8 @@ def step(model: LlamaForCausalLM, input_ids: torch.Tensor) -> tuple[torch.Tensor
     return loss.detach(), gradients
 
 
-@attn_backends("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", model=LlamaForCausalLM)
+# FlashAttention-3 is built with and without a backward pass, and does not say which before it is called.
+@attn_backends("eager", "sdpa", "flash_attention_2", "flash_attention_4", model=LlamaForCausalLM)
 @dtypes("float32", "bfloat16")
 def test_training_step(model, low, reference, input_ids):
     loss, gradients = step(model, input_ids)

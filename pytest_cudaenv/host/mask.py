@@ -217,11 +217,14 @@ def _only(
 ) -> CudaDevice | None:
     """The one device whose UUID starts with the token's hexadecimal digits.
 
-    Digits compare without case and dashes are skipped; what stands after a whole UUID is not read.
+    Digits compare without case and dashes are skipped, so that `GPU--` is a prefix of every UUID, where `GPU-` alone
+    is none; what stands after a whole UUID is not read.
     """
+    if token == prefix:
+        return None
     wanted = _digits(token, prefix)
     uuids = [_digits(uuid_of(d), prefix) for d in devices]
-    found = [d for d, uuid in zip(devices, uuids, strict=True) if wanted and uuid.startswith(wanted[: len(uuid)])]
+    found = [d for d, uuid in zip(devices, uuids, strict=True) if uuid.startswith(wanted[: len(uuid)])]
     return found[0] if len(found) == 1 else None
 
 

@@ -9,13 +9,13 @@ PROBLEMS: dict[str, Problem] = {
     for problem in (
         Problem(
             "nvml-missing",
-            "device nodes, but neither NVML nor CUDA",
+            "device nodes without libraries",
             "Install the NVIDIA driver's libraries; in a container, start it with "
             "NVIDIA_DRIVER_CAPABILITIES=compute,utility.",
         ),
         Problem(
             "nvml-mismatch",
-            "NVML and kernel module that do not match",
+            "NVML of another driver version",
             "The driver was updated under a running kernel module: reboot, or unload and reload the nvidia kernel "
             "module.",
         ),
@@ -26,17 +26,17 @@ PROBLEMS: dict[str, Problem] = {
         ),
         Problem(
             "nvml-too-old",
-            "an NVML that lacks a needed function",
+            "an NVML that is too old",
             "Update the NVIDIA driver.",
         ),
         Problem(
             "nvml-unknown",
-            "NVML, which fails and does not say why",
+            "an NVML that does not answer",
             "See what `nvidia-smi` says; a container whose host ran `systemctl daemon-reload` must be restarted.",
         ),
         Problem(
             "driver-not-loaded",
-            "an NVIDIA driver that is not loaded",
+            "a driver that is not loaded",
             "Load it with `modprobe nvidia`; in a container, start it with `--gpus all`.",
         ),
         Problem(
@@ -51,24 +51,24 @@ PROBLEMS: dict[str, Problem] = {
         ),
         Problem(
             "gpu-missing",
-            "a GPU's device node that no GPU answers",
+            "a device node without its GPU",
             "See what `nvidia-smi` says and look for Xid messages in `dmesg`; in a container, restart it.",
         ),
         Problem(
             "gpu-no-uuid",
-            "a GPU that does not tell its UUID",
+            "a GPU without UUID",
             "See what `nvidia-smi -L` says; without a UUID a GPU can't be granted to one test only.",
         ),
         Problem(
             "mig-empty",
-            "a GPU in MIG mode without instances",
+            "MIG mode without instances",
             "Create instances with `nvidia-smi mig -cgi PROFILE -C`, or switch MIG off with `nvidia-smi -mig 0`.",
         ),
         Problem(
             "detection-failed",
-            "devices that could not be looked for",
+            "a search for it that failed",
             "Run `pytest-cudaenv doctor`, and report what it says as a bug.",
         ),
     )
 }
-"""Every problem by its code. `have` is at most 40 characters, as it ends a line that is cut at 80 columns."""
+"""Every problem by its code. `have` is at most 32 characters: it ends the reason of every test that needs a device."""

@@ -110,7 +110,9 @@ def _told_by_torch(torch: TorchBuild, machine: str) -> tuple[str, ...] | None:
     if version.split(".")[:2] != torch.version.split(".")[:2]:
         return None
     table = getattr(getattr(module, "cuda", None), "PYTORCH_RELEASES_CODE_CC", {})
-    codes = table.get(torch.cuda, {}).get(machine)
+    codes = table.get(torch.cuda)
+    if isinstance(codes, Mapping):  # by machine since 2.13; one set before
+        codes = codes.get(machine)
     return tuple(f"sm_{code}" for code in sorted(codes)) if codes else None
 
 

@@ -76,10 +76,12 @@ def mig_host(*instances_per_gpu: int) -> tuple[CudaDevice, ...]:
 
 @pytest.mark.parametrize(
     ("devices", "row"),
-    measured("cuda_visible_devices_driver.jsonl") + measured("cuda_visible_devices_more.jsonl"),
+    measured("cuda_visible_devices_driver.jsonl")
+    + measured("cuda_visible_devices_more.jsonl")
+    + measured("cuda_visible_devices_one.jsonl"),
 )
 def test_measured_driver(devices: tuple[CudaDevice, ...], row: dict[str, Any]) -> None:
-    """Each row was one fresh process on two H200s; the tables' first lines say more."""
+    """Each row was one fresh process on one or two H200s; the tables' first lines say more."""
     reading = read_mask(row["mask"], row["order"], devices)
     assert reading.cu_init == row["cu_init"]
     assert uuids(reading.devices) == [devices[i].uuid for i in row["visible"]]

@@ -113,7 +113,7 @@ def test_unfamiliar_code_is_quoted(read: ReadNvml) -> None:
 def test_problems_are_short_and_say_what_to_do() -> None:
     for code, problem in PROBLEMS.items():
         assert problem.code == code
-        assert len(problem.have) <= 40, problem.have
+        assert len(problem.have) <= 32, problem.have
         assert problem.remedy.endswith("."), problem.remedy
 
 

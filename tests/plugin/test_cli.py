@@ -205,7 +205,7 @@ FIRST_LINES = {
     "torch 2.13.0 (CUDA 13.0)",
     "none": "cudaenv: no NVIDIA device: tests that need one do not run, cells run on the CPU; "
     "torch 2.13.0+cpu (CPU build)",
-    "problem": "cudaenv: NVIDIA device present but unusable: NVML and kernel module that do not match [nvml-mismatch]; "
+    "problem": "cudaenv: NVIDIA device present but unusable: NVML of another driver version [nvml-mismatch]; "
     "torch 2.13.0 (CUDA 13.0)",
     "rocm": "cudaenv: no NVIDIA device, 2 AMD GPU(s) that are not CUDA devices: tests that need one do not run, cells "
     "run on the CPU; torch 2.13.0 (ROCm 7.1)",

@@ -325,3 +325,11 @@ def test_a_device_that_is_present_and_unusable_is_an_error(
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(passed=1, errors=2)
     result.stdout.fnmatch_lines(["*[[]torch-cpu[]] needs a CUDA build of torch; have torch 2.13.0+cpu*"])
+
+
+def test_a_fixture_of_a_plugin_that_is_switched_off_says_so(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\ncuda = false")
+    pytester.makepyfile("def test_it(cuda_device): pass")
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*`cuda = false` in the ini file switches pytest-cudaenv off*"])

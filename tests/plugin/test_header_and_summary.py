@@ -198,7 +198,9 @@ def test_lines_at_80_columns(pytester: pytest.Pytester, monkeypatch: pytest.Monk
     result = pytester.runpytest_inprocess(
         "--cuda-simulate", "a10g", "--cuda-assume", "flash-attn-3==3.0.0", "-v", "-rs"
     )
-    result.stdout.fnmatch_lines(["test_fa.py::test_fa3 SKIPPED ([[]attn-capability[]] FA3 needs sm_90; hav...) [[]100%[]]"])
+    result.stdout.fnmatch_lines(
+        ["test_fa.py::test_fa3 SKIPPED ([[]attn-capability[]] FA3 needs sm_90; hav...) [[]100%[]]"]
+    )
     result.stdout.fnmatch_lines(
         ["SKIPPED [[]1[]] test_fa.py:2: [[]attn-capability[]] FA3 needs sm_90; have 8.6 (A10G)"]
     )

@@ -404,3 +404,30 @@ def test_a_module_scoped_model_is_built_once_for_each_cell(
     built = (pytester.path / "built.txt").read_text().splitlines()
     cells = ["eager-fp32", "eager-bf16", "sdpa-bf16", "sdpa-fp32"]
     assert built == [f"{module} {cell}" for module in ("test_a", "test_b") for cell in cells]
+
+
+@pytest.mark.parametrize("how", ["param", "hook"])
+def test_a_list_that_comes_too_late_is_refused(pytester: pytest.Pytester, how: str) -> None:
+    """It could not make cells any more, and would do nothing without a word."""
+    marks = "marks=attn_backends('flex_attention')" if how == "param" else ""
+    pytester.makepyfile(
+        f"""
+        import pytest
+        from pytest_cudaenv import attn_backends
+        @pytest.mark.parametrize("x", [pytest.param(1, {marks})])
+        def test_it(cell, x): pass
+        """
+    )
+    if how == "hook":
+        pytester.makeconftest(
+            """
+            import pytest
+            def pytest_collection_modifyitems(items):
+                for item in items:
+                    item.add_marker(pytest.mark.attn_backends("flex_attention"))
+            """
+        )
+    result = pytester.runpytest_inprocess()
+    assert result.ret in {pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR}
+    output = result.stdout.str() + result.stderr.str()
+    assert "@attn_backends came too late to make its cells: put it on the function, class or module" in output

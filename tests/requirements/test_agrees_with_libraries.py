@@ -39,8 +39,11 @@ ASK_TORCH = """
 import json, torch, torch.cuda as c
 print(json.dumps({
     "version": torch.__version__,
-    "codes": {code: [cc for cc in %r if cc in rule] for code, rule in c.DEVICE_REQUIREMENT.items()},
-    "releases": {cuda: {m: sorted(s) for m, s in by.items()} for cuda, by in c.PYTORCH_RELEASES_CODE_CC.items()},
+    "codes": {code: [cc for cc in %r if cc in rule] for code, rule in getattr(c, "DEVICE_REQUIREMENT", {}).items()},
+    "releases": {
+        cuda: {m: sorted(s) for m, s in by.items()}
+        for cuda, by in getattr(c, "PYTORCH_RELEASES_CODE_CC", {}).items() if hasattr(by, "items")
+    },
     "dtypes": [n for n in %r if isinstance(getattr(torch, n, None), torch.dtype)],
 }))
 """

@@ -1,0 +1,80 @@
+"""What a run prints: the header once it is known that the suite uses the plugin, and the summary."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_cudaenv.ledger.summary import Summary
+
+if TYPE_CHECKING:
+    from pytest_cudaenv.session import CudaSession
+
+
+class Reporting:
+    """Prints for one run; under xdist in the controller, from what its workers say."""
+
+    def __init__(self, session: CudaSession) -> None:
+        self.session = session
+        self.summary = Summary()
+
+    def header(self) -> list[str]:
+        """The header's lines; none under `-q`, whose output others read."""
+        if self.session.config.get_verbosity() < 0:
+            return []
+        from pytest_cudaenv.host.driver import is_cuda_initialised
+        from pytest_cudaenv.ledger.header import header_lines
+
+        warnings = []
+        if self.session.host.simulated is None and self.session.host.devices and is_cuda_initialised():
+            warnings.append("CUDA was initialised while collecting; masks set from now on have no effect")
+        lines = header_lines(
+            self.session.host, self.session.reading, self.session.settings.provenance, os.environ, warnings
+        )
+        if self.session.config.get_verbosity() > 0 and self.session.has_questions:
+            lines += [f"cudaenv: {asked}" for asked in self.session.questions.log]
+        return lines
+
+    @cached_property
+    def mailbox(self) -> str:
+        """Where local workers leave word for the controller; the first who has something to say makes it."""
+        return str(Path(tempfile.gettempdir()) / f"cudaenv-{os.getpid()}-{os.urandom(8).hex()}")
+
+    def tell_controller(self, mailbox: str) -> None:
+        """In a worker: the suite uses the plugin."""
+        with contextlib.suppress(OSError):  # another host, or a full disk: the header is not worth a failed run
+            os.mkdir(mailbox, 0o700)
+
+    def hear_worker(self) -> None:
+        """In the controller: print the header once a worker has said that the suite uses the plugin."""
+        if self.session.planned or not os.path.isdir(self.mailbox):
+            return
+        self.session.planned = True
+        os.rmdir(self.mailbox)
+        reporter = self.session.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            for line in self.header():
+                reporter.ensure_newline()
+                reporter.write_line(line)
+
+    def print_summary(self, reporter: pytest.TerminalReporter) -> None:
+        """After the run: what passed on which kind of device, and what did not run, by reason."""
+        if self.session.config.get_verbosity() < (0 if self.session.only_collects else -1):
+            return
+        if lines := self.summary.lines("would run" if self.session.only_collects else "passed"):
+            reporter.ensure_newline()
+            reporter.section(f"cudaenv: what {'would run' if self.session.only_collects else 'ran'} where")
+            for line in lines:
+                reporter.write_line(line)
+
+    def end(self) -> None:
+        """Take away what was left for workers to find."""
+        if "mailbox" in self.__dict__:
+            with contextlib.suppress(OSError):
+                os.rmdir(self.mailbox)

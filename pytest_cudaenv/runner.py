@@ -1,0 +1,102 @@
+"""Running: each test's grant and seed, or the reasons why it has none."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import random
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_cudaenv import compat
+from pytest_cudaenv.grants.current import Current, enter, leave
+from pytest_cudaenv.grants.grant import Grant
+from pytest_cudaenv.plan import Plan, expect_failure, matching_bad_cell
+from pytest_cudaenv.requirements.reason import Reason
+from pytest_cudaenv.requirements.requirement import Requirement
+from pytest_cudaenv.session import RAN_ON, REASONS
+
+if TYPE_CHECKING:
+    from pytest_cudaenv.session import CudaSession
+
+
+class Runner:
+    """Runs the tests of one run that use the plugin; made for the first of them."""
+
+    def __init__(self, session: CudaSession) -> None:
+        self.session = session
+        self.held: Grant | None = None
+        """The grant that session-scoped device fixtures were built with."""
+        self._root: tuple[Any, pytest.FixtureRequest] | None = None
+
+    def set_up(self, item: pytest.Item, plan: Plan) -> None:
+        """Before a test's fixtures: skip it with its reasons, or give it its grant and seed."""
+        if reasons := self.session.unmet(plan.requirement, trying=True):
+            item.stash[REASONS] = reasons
+            self._refuse(reasons)
+        grant = self._grant(plan.requirement)
+        if (known := matching_bad_cell(plan, grant.devices[0] if grant.devices else None)) is not None:
+            expect_failure(item, known, datetime.date.today())
+        item.stash[RAN_ON] = grant.ran_on
+        self.seed(item, plan)
+        if plan.requirement.asks_for_device:
+            enter(Current(item.nodeid, grant, seed_of(item, self._session_seed)))
+
+    def seed(self, item: pytest.Item, plan: Plan) -> None:
+        """Seed `random`, and NumPy and torch where they are imported, from the id of a device or cell test."""
+        if not plan.is_seeded:
+            return
+        seed = seed_of(item, self._session_seed)
+        random.seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(seed)
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.manual_seed(seed)
+
+    def tear_down(self, item: pytest.Item) -> None:
+        """After a test's fixtures: it holds no grant any more."""
+        leave(item.nodeid)
+
+    def _grant(self, requirement: Requirement) -> Grant:
+        """The test's devices; what was built on others is ended, as at the end of a device process."""
+        if not requirement.asks_for_device:
+            return Grant()
+        grant = self.session.granter.grant(requirement, self.held)
+        if self.held is not None and grant != self.held:
+            self._end_held()
+        self.held = grant
+        return grant
+
+    def note_fixture(self, definition: Any, request: pytest.FixtureRequest) -> None:
+        """The fixture that all device fixtures are built on is being set up."""
+        self._root = (definition, request)
+
+    def _end_held(self) -> None:
+        if self._root is not None:
+            definition, request = self._root
+            self._root = None
+            compat.finish_fixture(definition, request)
+
+    def _refuse(self, reasons: Sequence[Reason]) -> None:
+        """End the test as unmet: an error where a device is present and unusable, else as `--cuda-unmet` says."""
+        message = " | ".join(str(reason) for reason in reasons)
+        if any(reason.is_error for reason in reasons):
+            pytest.fail(f"{message}\n{reasons[0].remedy}", pytrace=False)
+        if self.session.settings.unmet == "fail":
+            pytest.fail(f"{message} (--cuda-unmet=fail)\n{reasons[0].remedy}", pytrace=False)
+        compat.skip_at_test(message)
+
+    @property
+    def _session_seed(self) -> int:
+        """pytest-randomly's seed, so that its `-p randomly -p …` reproduces ours too; 0 without it."""
+        value = self.session.config.getoption("randomly_seed", None)
+        return value if isinstance(value, int) else 0
+
+
+def seed_of(item: pytest.Item, session_seed: int) -> int:
+    """The seed of a test, 32 bits: the same on every host, worker and order."""
+    digest = hashlib.sha256(f"{session_seed}:{item.nodeid}".encode()).digest()
+    return int.from_bytes(digest[:4], "big")
