@@ -155,7 +155,8 @@ def test_a_host_without_devices_answers_as_torch_does(pytester: pytest.Pytester)
         import pytest_cudaenv.host.detect
         from pytest_cudaenv.host.devices import Host
         from pytest_cudaenv.host.software import Software, TorchBuild
-        pytest_cudaenv.host.detect.detect_host = lambda *_: Host(software=Software(torch=TorchBuild("2.13.0", cuda="13.0")))
+        BUILD = TorchBuild("2.13.0", cuda="13.0")
+        pytest_cudaenv.host.detect.detect_host = lambda *_: Host(software=Software(torch=BUILD))
         """
     )
     pytester.makepyfile(
