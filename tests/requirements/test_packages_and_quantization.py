@@ -78,6 +78,9 @@ def add_distribution(folder: Path, name: str, **files: str) -> None:
 def test_which_module_proves_a_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_distribution(tmp_path, "Some_Thing", top_level__txt="_private\nsome_thing\nother\n")
     add_distribution(tmp_path, "pillowlike", RECORD="PILlike/__init__.py,,\nPILlike/sub/x.py,,\nlone.py,,\n")
+    for file in ("PILlike/__init__.py", "PILlike/sub/x.py", "lone.py"):  # Python 3.12 lists only files that exist
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
     add_distribution(tmp_path, "headless", RECORD="headless-1.0.dist-info/METADATA,,\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert top_module("some-thing") == "some_thing"
