@@ -124,16 +124,17 @@ def backend_names(backend: Backend) -> tuple[str, ...]:
 
 
 def parametrize(metafunc: pytest.Metafunc, lists: CellLists) -> None:
-    """Give a test with `attn_backends` or `dtypes` marks its own lists, in place of the fixtures' parameters.
+    """Give a test the lists of its `attn_backends` and `dtypes` marks, in place of the fixtures' parameters.
 
-    As marks and in front: pytest then leaves the fixture's own parameters alone, and ids begin with the cell
-    whether the lists come from marks or from the project's defaults.
+    As marks and in front: pytest then leaves the fixture's own parameters alone, and ids begin with the cell, backend
+    before dtype, whether the lists come from marks or from the project's defaults, and in every release of pytest.
     Raises CollectError where a list is empty.
     """
     names = compat.metafunc_fixtures(metafunc, PACKAGE) - compat.parametrized_names(metafunc)
     axes = {"attn_backend": ("attn_backends", lists.backends, backend_id), "dtype": ("dtypes", lists.dtypes, dtype_id)}
-    requested = [name for name in metafunc.fixturenames if name in axes and name in names]
-    if not any(metafunc.definition.get_closest_marker(axes[name][0]) for name in requested):
+    requested = [name for name in axes if name in metafunc.fixturenames and name in names]
+    has_list = any(metafunc.definition.get_closest_marker(axes[name][0]) for name in requested)
+    if not has_list and len(requested) < len(axes):
         return
     for name in reversed(requested):
         marker, default, make_id = axes[name]

@@ -537,7 +537,8 @@ def test_a_mixed_suite_ends_the_same(pytester: pytest.Pytester, run: Run) -> Non
     assert results[0].parseoutcomes() == results[1].parseoutcomes()
     ends = [sorted(line for line in result.outlines if line.startswith(ENDS)) for result in results]
     assert ends[0] == ends[1]
-    assert len(ends[0]) == 25
+    # Subtests came with pytest 9; before, the test that asks for them is an error like any other.
+    assert len(ends[0]) == (25 if hasattr(pytest, "Subtests") else 23)
     assert results[0].ret == results[1].ret == pytest.ExitCode.TESTS_FAILED
     assert_silent(results[0])
 
