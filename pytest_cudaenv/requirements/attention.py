@@ -150,9 +150,7 @@ def _install(backend: AttnBackend) -> str:
     package = f"Run pip install '{backend.source or wanted}'"
     if not backend.kernel:
         return f"{package}."
-    return (
-        f"{package}, or get the Hub kernel {backend.kernel} into the cache, with a kernels that transformers accepts."
-    )
+    return f"{package}, or download the Hub kernel {backend.kernel} (transformers needs a kernels it accepts)."
 
 
 def note(backend: str, software: Software) -> str | None:
