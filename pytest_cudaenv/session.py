@@ -200,8 +200,12 @@ class CudaSession:
     def configure(self) -> None:
         """Once every conftest of the rootdir is known: usage errors, before anything is collected."""
         self._add_project_backends()
-        if any_given(self.config) and (self.settings.simulate is not None or self.settings.assume):
-            _ = self.host
+        if any_given(self.config):
+            from pytest_cudaenv.settings import with_canonical_names
+
+            self.settings = with_canonical_names(self.settings)
+            if self.settings.simulate is not None or self.settings.assume:
+                _ = self.host
 
     def _add_project_backends(self) -> None:
         """Take in the attention backends that the project's conftests add."""

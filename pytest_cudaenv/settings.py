@@ -34,7 +34,7 @@ class Settings:
 
 
 def resolve(config: pytest.Config, environ: Mapping[str, str] | None = None) -> Settings:
-    """The settings of a run: option over environment over ini.
+    """The settings of a run: option over environment over ini; backends and dtypes as they were written.
 
     Raises pytest.UsageError that names the choices.
     """
@@ -54,11 +54,33 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] | None = None) -> 
         unmet=values["unmet"],
         simulate=values["simulate"],
         assume=values["assume"],
-        only_attn_backends=_names(values["attn-backends"], "--cuda-attn-backends", _backend_name),
-        only_dtypes=_names(values["dtypes"], "--cuda-dtypes", _dtype_name),
-        attn_backends=_ini_names(config, "cuda_attn_backends", _backend_name),
-        dtypes=_ini_names(config, "cuda_dtypes", _dtype_name),
+        only_attn_backends=values["attn-backends"],
+        only_dtypes=values["dtypes"],
+        attn_backends=_ini_list(config, "cuda_attn_backends", provenance),
+        dtypes=_ini_list(config, "cuda_dtypes", provenance),
         provenance=provenance,
+    )
+
+
+def with_canonical_names(settings: Settings) -> Settings:
+    """The settings with every backend and dtype by its canonical name, once the project's own backends are known.
+
+    Raises pytest.UsageError that names the choices.
+    """
+
+    def named(texts: tuple[str, ...], where: str, canonical: Callable[[str], str]) -> tuple[str, ...]:
+        try:
+            return tuple(dict.fromkeys(canonical(text) for text in texts))
+        except ValueError as error:
+            raise pytest.UsageError(f"{where}: {error}") from None
+
+    backends, dtypes = settings.attn_backends, settings.dtypes
+    return replace(
+        settings,
+        only_attn_backends=named(settings.only_attn_backends, "--cuda-attn-backends", _backend_name),
+        only_dtypes=named(settings.only_dtypes, "--cuda-dtypes", _dtype_name),
+        attn_backends=backends and named(backends, "ini cuda_attn_backends", _backend_name),
+        dtypes=dtypes and named(dtypes, "ini cuda_dtypes", _dtype_name),
     )
 
 
@@ -80,16 +102,12 @@ def _resolve_one(option: Option, config: pytest.Config, environ: Mapping[str, st
     return option.default, ""
 
 
-def _ini_names(config: pytest.Config, key: str, canonical: Callable[[str], str]) -> tuple[str, ...] | None:
+def _ini_list(config: pytest.Config, key: str, provenance: dict[str, str]) -> tuple[str, ...] | None:
     value = config.getini(key)
-    return _names(tuple(value), f"ini {key}", canonical) if value else None
-
-
-def _names(texts: tuple[str, ...], where: str, canonical: Callable[[str], str]) -> tuple[str, ...]:
-    try:
-        return tuple(dict.fromkeys(canonical(text) for text in texts))
-    except ValueError as error:
-        raise pytest.UsageError(f"{where}: {error}") from None
+    if not value:
+        return None
+    provenance[f"{key} = {' '.join(value)}"] = "ini"
+    return tuple(value)
 
 
 def _backend_name(text: str) -> str:
