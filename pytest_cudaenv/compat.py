@@ -160,3 +160,75 @@ def finish_fixture(definition: Any, request: pytest.FixtureRequest) -> None:
     https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/fixtures.py (FixtureDef.execute)
     """
     definition.finish(request)
+
+
+def mute(config: pytest.Config, hooks: tuple[str, ...], keep: tuple[object, ...]) -> None:
+    """Take every plugin but `keep` off these hooks, for the rest of the process.
+
+    pluggy has no public call for that; `_remove_plugin` is what `unregister` uses:
+    https://github.com/pytest-dev/pluggy/blob/1.6.0/src/pluggy/_hooks.py (HookCaller)
+    """
+    for name in hooks:
+        caller = getattr(config.hook, name)
+        for implementation in list(caller.get_hookimpls()):
+            if not any(implementation.plugin is plugin for plugin in keep):
+                caller._remove_plugin(implementation.plugin)
+
+
+def tear_down_to(session: pytest.Session, nextitem: pytest.Item | None) -> None:
+    """Tear down what `nextitem` does not share with the last test (None: everything). Raises what teardown raises.
+
+    `_setupstate`: https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/runner.py (class SetupState)
+    """
+    state = session._setupstate
+    if nextitem is not None and not set(state.stack) - set(nextitem.listchain()):
+        return  # nothing stands that the next test does not share
+    state.teardown_exact(nextitem)
+
+
+def teardown_report(item: pytest.Item, error: BaseException) -> pytest.TestReport:
+    """The report of an error that was raised by tearing down, put down to `item`.
+
+    `CallInfo.from_call` is public; the constructor that takes an exception is not:
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/runner.py (class CallInfo)
+    """
+
+    def fail() -> None:
+        raise error
+
+    call: pytest.CallInfo[None] = pytest.CallInfo.from_call(fail, when="teardown")
+    return pytest.TestReport.from_item_and_call(item, call)
+
+
+def make_basetemp(config: pytest.Config) -> None:
+    """Have the run's temporary folder made now, so that forks of this process share it.
+
+    `_tmp_path_factory`: https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/tmpdir.py (pytest_configure)
+    """
+    factory = getattr(config, "_tmp_path_factory", None)
+    if factory is not None:
+        factory.getbasetemp()
+
+
+def drain_capture(config: pytest.Config) -> tuple[str, str]:
+    """What was captured, and is not yet part of a report: (stdout, stderr); empty where nothing captures.
+
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/capture.py (CaptureManager.read_global_capture)
+    """
+    manager = config.pluginmanager.get_plugin("capturemanager")
+    if manager is None or not manager.is_globally_capturing():
+        return "", ""
+    captured = manager.read_global_capture()
+    return captured.out, captured.err
+
+
+def worker_descriptors(config: pytest.Config) -> list[int]:
+    """The descriptors over which an xdist worker talks to its controller; empty outside a worker.
+
+    `channel.gateway._io` of execnet's gateway: https://github.com/pytest-dev/execnet/blob/v2.1.1/src/execnet/gateway_base.py
+    """
+    plugins = config.pluginmanager.get_plugins()
+    interactor = next((p for p in plugins if type(p).__name__ == "WorkerInteractor"), None)
+    io = getattr(getattr(getattr(interactor, "channel", None), "gateway", None), "_io", None)
+    files = [getattr(io, name, None) for name in ("infile", "outfile")]
+    return [file.fileno() for file in files if file is not None]

@@ -49,6 +49,14 @@ OPTIONS = (
         choices=("skip", "deselect", "fail"),
     ),
     Option(
+        "isolation",
+        "run device tests in device processes, one while its grant fits the next test (session), per module, per test, "
+        "or in the pytest process (off, the default)",
+        "{session,module,function,off}",
+        default="off",
+        choices=("session", "module", "function", "off"),
+    ),
+    Option(
         "simulate",
         "decide everything as on that host, h100 or h100:2; with --collect-only: what would run there?",
         "NAME[:COUNT]",

@@ -109,6 +109,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtestloop(session: pytest.Session) -> None:
     if (state := session.config.stash.get(SESSION, None)) is not None:
         state.end_collection()
+        state.start_isolation(session)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    session = item.config.stash.get(SESSION, None)
+    if session is None or session.isolation is None:
+        return None
+    return session.isolation.run(item, nextitem) or None
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item) -> bool | None:
+    # The timer is the device process's; here it would interrupt this plugin and end the run.
+    session = item.config.stash.get(SESSION, None)
+    return True if session is not None and session.runs_elsewhere(item) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (state := session.config.stash.get(SESSION, None)) is not None:
+        state.end_isolation()
 
 
 @pytest.hookimpl(tryfirst=True)

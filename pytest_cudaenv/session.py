@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pytest_cudaenv.grants.grant import Granter
     from pytest_cudaenv.host.devices import Host
     from pytest_cudaenv.host.mask import MaskReading
+    from pytest_cudaenv.isolation import Isolation
     from pytest_cudaenv.plan import Plan
     from pytest_cudaenv.planner import Planner
     from pytest_cudaenv.questions import TorchQuestions
@@ -69,6 +70,8 @@ class CudaSession:
         self.planned = False
         """Whether some collected test uses the plugin."""
         self.environment = Environment()
+        self.isolation: Isolation | None = None
+        """Device processes, where there are any."""
         self._unmet: dict[tuple[Requirement, bool], tuple[Reason, ...]] = {}
         self._imports: dict[str, str | None] = {}
 
@@ -167,6 +170,38 @@ class CudaSession:
 
             self._imports[module] = try_import(module)
         return self._imports[module]
+
+    def start_isolation(self, session: pytest.Session) -> None:
+        """Right before the first test: fork the zygote, where device tests are to run in device processes."""
+        if not self.planned or self.only_collects or self.settings.isolation == "off":
+            return
+        if not any(self.is_device_test(item) for item in session.items):
+            return
+        from pytest_cudaenv.isolation import Isolation, why_not_forked
+
+        if (why := why_not_forked()) is not None:
+            text = f"[no-isolation] {why}: device tests run in the pytest process"
+            session.config.issue_config_time_warning(pytest.PytestWarning(text), stacklevel=2)
+            return
+        self.isolation = Isolation(self, session, self.settings.isolation)
+
+    def enter_device_process(self) -> None:
+        """In a device process: what it sees is what it was granted, and nothing of the pytest process's grants."""
+        self.isolation = None
+        self._unmet.clear()
+        for computed in ("reading", "granter", "runner"):
+            self.__dict__.pop(computed, None)
+
+    def is_device_test(self, item: pytest.Item) -> bool:
+        """Whether a test asks for a device which this host can grant."""
+        plan = item.stash.get(PLAN, None)
+        if plan is None or not plan.requirement.asks_for_device or not self.reading.devices:
+            return False
+        return not self.unmet(plan.requirement)
+
+    def runs_elsewhere(self, item: pytest.Item) -> bool:
+        """Whether a device process runs this test, and this is not it."""
+        return self.isolation is not None and self.is_device_test(item)
 
     # From the first conftest to the last test ------------------------------------------------------------------
 
@@ -293,8 +328,15 @@ class CudaSession:
         if "reporting" in self.__dict__:
             self.reporting.print_summary(reporter)
 
+    def end_isolation(self) -> None:
+        """After the last test: end what device processes are left."""
+        isolation, self.isolation = self.isolation, None
+        if isolation is not None:
+            isolation.end()
+
     def end(self) -> None:
         """Undo everything, however the run ended."""
+        self.end_isolation()
         self.end_collection()
         if "reporting" in self.__dict__:
             self.reporting.end()

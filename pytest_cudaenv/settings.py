@@ -21,6 +21,7 @@ class Settings:
 
     visible: str | None = None
     unmet: str = "skip"
+    isolation: str = "off"
     simulate: str | None = None
     assume: tuple[str, ...] = ()
     only_attn_backends: tuple[str, ...] = ()
@@ -52,6 +53,7 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] | None = None) -> 
     return Settings(
         visible=values["visible"],
         unmet=values["unmet"],
+        isolation=values["isolation"],
         simulate=values["simulate"],
         assume=values["assume"],
         only_attn_backends=values["attn-backends"],

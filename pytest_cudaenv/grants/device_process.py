@@ -1,0 +1,110 @@
+"""A device process: forked with its mask set, it runs whole tests and streams their reports back."""
+
+from __future__ import annotations
+
+import os
+import traceback
+import warnings
+from typing import Any
+
+import pytest
+
+from pytest_cudaenv import compat
+from pytest_cudaenv.grants.transport import Channel, Message
+
+MUTED = ("pytest_runtest_logstart", "pytest_runtest_logreport", "pytest_runtest_logfinish", "pytest_warning_recorded")
+"""Hooks by which others report. They are called in the pytest process, which is sent what they need."""
+
+
+class DeviceProcess:
+    """The process's own end: a plugin that sends what the muted hooks would have reported."""
+
+    def __init__(self, session: pytest.Session, channel: Channel) -> None:
+        self.session = session
+        self.channel = channel
+        self.last: pytest.Item | None = None
+
+    def serve(self, order: Message) -> None:
+        """Run tests as they are asked for, until there are no more."""
+        for name, value in order["environ"].items():
+            os.environ[name] = value
+        config = self.session.config
+        compat.mute(config, MUTED, keep=(self.session,))
+        config.pluginmanager.register(self, "cudaenv-device-process")
+        while (message := self.channel.receive()) is not None and "run" in message:
+            self._run(message)
+        self._tear_down(None)
+        self.channel.send({"closed": True})
+
+    def _run(self, message: Message) -> None:
+        item = self.session.items[message["run"]]
+        nextitem = None if message["next"] is None else self.session.items[message["next"]]
+        self.session.testsfailed = message["testsfailed"]
+        self._tear_down(item)
+        self.last = item
+        answer: Message = {}
+        try:
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+        except pytest.exit.Exception as error:
+            answer["exit"] = {"reason": error.msg, "returncode": error.returncode}
+        except KeyboardInterrupt:
+            answer["interrupted"] = True
+        except BaseException:
+            answer["internal"] = traceback.format_exc()
+        answer["done"] = {"shouldfail": self.session.shouldfail, "shouldstop": self.session.shouldstop}
+        self.channel.send(answer)
+
+    def _tear_down(self, nextitem: pytest.Item | None) -> None:
+        """End what the next test does not need; an error of that is the last test's."""
+        try:
+            compat.tear_down_to(self.session, nextitem)
+        except Exception as error:
+            if self.last is not None:
+                self._send(compat.teardown_report(self.last, error), late=True)
+
+    def _send(self, report: pytest.TestReport, *, late: bool = False) -> None:
+        config = self.session.config
+        data = config.hook.pytest_report_to_serializable(config=config, report=report)
+        self.channel.send({"report": data, "late": late})
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        # Decides, for one thing, that a test with a failed subtest has failed, from what only this process knows.
+        config = self.session.config
+        config.hook.pytest_report_teststatus(report=report, config=config)
+        self._send(report)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        self.channel.send({"phase": "setup"})
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self) -> None:
+        self.channel.send({"phase": "call"})
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_teardown(self) -> None:
+        self.channel.send({"phase": "teardown"})
+
+    @pytest.hookimpl(optionalhook=True, tryfirst=True)
+    def pytest_timeout_set_timer(self, settings: Any) -> None:
+        # No signal handler runs inside a driver call: the pytest process watches the deadline as well.
+        self.channel.send({"deadline": settings.timeout})
+
+    def pytest_warning_recorded(
+        self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: tuple[str, int, str] | None
+    ) -> None:
+        category = warning_message.category
+        self.channel.send(
+            {
+                "warning": {
+                    "text": str(warning_message.message),
+                    "module": category.__module__,
+                    "category": category.__qualname__,
+                    "filename": warning_message.filename,
+                    "lineno": warning_message.lineno,
+                },
+                "when": when,
+                "nodeid": nodeid,
+                "location": location,
+            }
+        )

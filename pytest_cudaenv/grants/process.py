@@ -1,0 +1,80 @@
+"""What a process needs to be forked and to be ended: OpenMP's pool, the parent's death, and what makes forks unsafe."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+_POOLS = re.compile(r"PTThreadPool|pt_autograd|polars|tokio|rayon|ThreadPoolExec|grpc|cuda-EvtHandlr")
+"""Names of threads, in /proc/self/task/*/comm, whose pools do not survive a fork: what is given to them hangs."""
+
+
+def fork() -> int:
+    """`os.fork` without the warning of Python 3.12, which `-W error` would make an exception."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent`, the process that forked it, ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of grandchildren whose own parent ends, so that they can be found and ended."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value)
+
+
+def pause_openmp() -> None:
+    """Drop the thread pools of libgomp: a forked child that computes on one that it does not have hangs."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return
+    for library in sorted(set(re.findall(r"(/\S*libgomp\S*\.so\S*)", maps))):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(library).omp_pause_resource_all(2)  # omp_pause_hard
+
+
+def fork_hazards() -> list[str]:
+    """Threads that make a fork unsafe, by name; empty where it is safe. Ask after `pause_openmp`."""
+    names: set[str] = set()
+    for comm in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):
+            names.add(comm.read_text().strip())
+    found = {name for name in names if _POOLS.search(name)}
+    found |= {t.name for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")}
+    return sorted(found)
+
+
+def end(status: int, before: Callable[[], None] | None = None) -> None:
+    """End a forked process: what its own tests registered with `atexit` runs, what it inherited does not."""
+    with contextlib.suppress(BaseException):
+        if before is not None:
+            before()
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    os._exit(status)
+
+
+def forget_atexit() -> None:
+    """Drop the handlers that a fork has inherited: they are the parent's to run."""
+    atexit._clear()

@@ -1,0 +1,187 @@
+"""The zygote: a copy of the pytest process, taken right after collection, from which device processes are forked.
+
+It never runs a test. So neither CUDA nor OpenMP state of the pytest process reaches a device process, and an import
+is paid for once. It ends with the pytest process, and with it all that it forked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pytest_cudaenv.grants.process import adopt_orphans, die_with_parent, forget_atexit, fork, pause_openmp
+from pytest_cudaenv.grants.transport import Channel, Message, channels
+
+Serve = Callable[[Channel, Message], None]
+"""What a device process does with its channel and the order that started it; returns when it is to end."""
+
+
+@dataclass
+class Forked:
+    """A process that the zygote forked, as the pytest process sees it."""
+
+    pid: int
+    channel: Channel
+    zygote: Zygote
+    status: int | None = None
+    """As `os.waitpid` gives it; None while the process lives."""
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal; harmless where the process has ended."""
+        if self.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+@dataclass
+class Zygote:
+    """The pytest process's end."""
+
+    pid: int
+    channel: Channel
+    forked: dict[int, Forked] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, serve: Serve, prepare: Callable[[], None]) -> Zygote:
+        """Fork the zygote. `prepare` runs in it once; `serve` runs in each device process."""
+        gc.collect()  # cycles of collection must not be finalised once in each process
+        pause_openmp()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ours, theirs = channels()
+        parent = os.getpid()
+        pid = fork()
+        if pid == 0:
+            ours.close()
+            try:
+                forget_atexit()
+                prepare()
+                _Server(theirs, serve, parent).run()
+            finally:
+                os._exit(0)
+        theirs.close()
+        return cls(pid, ours)
+
+    def fork(self, order: Message) -> Forked:
+        """A new device process, which `serve`s this order. Raises OSError where the zygote has died."""
+        ours, theirs = channels()
+        self.channel.send({"fork": order}, fds=(theirs.fileno(),))
+        theirs.close()
+        while True:
+            message = self.channel.receive()
+            if message is None:
+                raise OSError("the zygote has died")
+            if "forked" in message:
+                process = self.forked[message["forked"]] = Forked(message["forked"], ours, self)
+                return process
+            self._note(message)
+
+    def note_deaths(self) -> bool:
+        """Take in what the zygote has said of ended processes; False where it has died itself."""
+        alive = self.channel.fill()
+        while (message := self.channel.pending()) is not None:
+            self._note(message)
+        return alive
+
+    def _note(self, message: Message) -> None:
+        if "ended" in message and (process := self.forked.pop(message["ended"], None)) is not None:
+            process.status = message["status"]
+
+    def wait(self, process: Forked, seconds: float) -> bool:
+        """Wait for a process to end; False where it has not, within that time."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.channel, selectors.EVENT_READ)
+            while process.status is None:
+                if not selector.select(seconds):
+                    return False
+                if not self.note_deaths() and process.status is None:
+                    process.status = signal.SIGKILL  # it died with the zygote
+        return True
+
+    def close(self) -> None:
+        """End the zygote, and every process that it forked."""
+        self.channel.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+class _Server:
+    """The zygote's own loop: forks on order, and tells of each process that ended."""
+
+    def __init__(self, channel: Channel, serve: Serve, parent: int) -> None:
+        self.channel = channel
+        self.serve = serve
+        # A closed channel does not tell of the parent's death: processes that it forked may hold the other end.
+        self.parent = os.pidfd_open(parent)
+        self.children: set[int] = set()
+
+    def run(self) -> None:
+        gc.freeze()
+        adopt_orphans()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the processes that run tests
+        wake, woken = socket.socketpair()
+        for end in (wake, woken):
+            end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.channel, selectors.EVENT_READ, "order")
+            selector.register(wake, selectors.EVENT_READ, "child")
+            selector.register(self.parent, selectors.EVENT_READ, "parent")
+            while True:
+                for key, _ in selector.select():
+                    if key.data == "child":
+                        with contextlib.suppress(BlockingIOError):
+                            wake.recv(4096)
+                    elif key.data == "parent" or not self._order((wake, woken)):
+                        self._end()
+                        return
+                self._reap()
+
+    def _order(self, private: tuple[socket.socket, ...]) -> bool:
+        message, fds = self.channel.receive_with_fds(1)
+        if message is None:
+            return False
+        parent = os.getpid()
+        pid = fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGINT, signal.SIGCHLD):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            self.channel.close()
+            os.close(self.parent)
+            for end in private:
+                end.close()
+            die_with_parent(parent)
+            self.serve(Channel(socket.socket(fileno=fds[0])), message["fork"])
+            os._exit(0)
+        self.children.add(pid)
+        for fd in fds:
+            os.close(fd)
+        self.channel.send({"forked": pid})
+        return True
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self.children:
+                self.children.discard(pid)
+                with contextlib.suppress(OSError):
+                    self.channel.send({"ended": pid, "status": status})
+
+    def _end(self) -> None:
+        for pid in self.children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

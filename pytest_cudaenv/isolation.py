@@ -1,0 +1,272 @@
+"""Device tests in device processes: which process runs a test, what comes back, and what a death means."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import selectors
+import signal
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_cudaenv import compat
+from pytest_cudaenv.grants.device_process import DeviceProcess
+from pytest_cudaenv.grants.grant import Grant
+from pytest_cudaenv.grants.process import end, fork_hazards
+from pytest_cudaenv.grants.transport import Channel, Message
+from pytest_cudaenv.grants.zygote import Forked, Zygote
+from pytest_cudaenv.host.driver import is_cuda_initialised
+from pytest_cudaenv.host.mask import write_mask
+from pytest_cudaenv.session import PLAN
+
+if TYPE_CHECKING:
+    from pytest_cudaenv.session import CudaSession
+
+GRACE = 5.0
+"""Seconds that a test gets past its deadline, before its process is killed from outside."""
+
+
+class Isolation:
+    """Runs the device tests of one run; made right after collection, where there is one."""
+
+    def __init__(self, session: CudaSession, pytest_session: pytest.Session, level: str) -> None:
+        self.session = session
+        self.pytest_session = pytest_session
+        self.level = level
+        self.index = {item: place for place, item in enumerate(pytest_session.items)}
+        self.process: Forked | None = None
+        self.grant: Grant | None = None
+        self.last: pytest.Item | None = None
+        """The test that the process ran last."""
+        compat.make_basetemp(pytest_session.config)  # or each device process makes, and clears, one of its own
+        self.zygote = Zygote.start(self._serve, self._prepare)
+
+    # In the zygote and in device processes ---------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        for descriptor in compat.worker_descriptors(self.pytest_session.config):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)  # a controller must see its worker's death, whatever the worker has forked
+
+    def _serve(self, channel: Channel, order: Message) -> None:
+        self.session.enter_device_process()
+        end(0, before=lambda: DeviceProcess(self.pytest_session, channel).serve(order))
+
+    # In the pytest process -------------------------------------------------------------------------------------
+
+    def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        """Run a device test in a device process; False for a test that stays in the pytest process."""
+        if not self.session.is_device_test(item):
+            return False
+        grant = self.session.granter.grant(item.stash[PLAN].requirement, self.grant)
+        if self.process is not None and not (grant == self.grant and self._shares(item)):
+            self._close(item)
+        if self.process is None:
+            mask = write_mask(grant.devices, os.environ, self.session.host.devices, self.session.host.fastest_first)
+            self.process, self.grant = self.zygote.fork({"environ": mask}), grant
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        exiting = self._run(self.process, item, nextitem)
+        self._tear_down_here(item, nextitem)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        if exiting is not None:
+            raise exiting
+        return True
+
+    def _shares(self, item: pytest.Item) -> bool:
+        """Whether the level of isolation lets this test run in the process of the last one."""
+        if self.level == "session" or self.last is None:
+            return True
+        return self.level == "module" and item.getparent(pytest.Module) is self.last.getparent(pytest.Module)
+
+    def _run(self, process: Forked, item: pytest.Item, nextitem: pytest.Item | None) -> BaseException | None:
+        faulthandler.cancel_dump_traceback_later()
+        self.last = item
+        watch = _Watch(item)
+        with contextlib.suppress(OSError):
+            process.channel.send(
+                {
+                    "run": self.index[item],
+                    "next": None if nextitem is None else self.index[nextitem],
+                    "testsfailed": self.pytest_session.testsfailed,
+                }
+            )
+        done = self._listen(process, watch, item)
+        if done is None:
+            self._report_death(process, watch, item)
+            self.process = None
+            return None
+        state = done["done"]
+        self.pytest_session.shouldfail = self.pytest_session.shouldfail or state["shouldfail"]
+        self.pytest_session.shouldstop = self.pytest_session.shouldstop or state["shouldstop"]
+        if "internal" in done:
+            self._fail(item, "call", f"the device process failed inside pytest:\n{done['internal']}", watch)
+        if "exit" in done:
+            return pytest.exit.Exception(done["exit"]["reason"], done["exit"]["returncode"])
+        return KeyboardInterrupt() if "interrupted" in done else None
+
+    def _listen(self, process: Forked, watch: _Watch, item: pytest.Item) -> Message | None:
+        """Pass on what the process reports; its last word, or None where it died before that."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.channel, selectors.EVENT_READ, "report")
+            selector.register(self.zygote.channel, selectors.EVENT_READ, "death")
+            while True:
+                while (message := process.channel.pending()) is not None:
+                    if "done" in message or "closed" in message:
+                        return message
+                    self._take(message, watch, item)
+                # Death is what waitpid says, never the end of the stream: grandchildren may hold the other end.
+                if process.status is not None and not _readable(process.channel):
+                    return None
+                ready = selector.select(watch.remaining())
+                if not ready:
+                    watch.killed = True
+                    process.kill(signal.SIGABRT)
+                    if not self.zygote.wait(process, 2.0):
+                        process.kill()
+                        self.zygote.wait(process, 10.0)
+                for key, _ in ready:
+                    if key.data == "report" and not process.channel.fill():
+                        selector.unregister(process.channel)
+                    elif key.data == "death" and not self.zygote.note_deaths():
+                        process.status = process.status or signal.SIGKILL
+                        selector.unregister(self.zygote.channel)
+
+    def _take(self, message: Message, watch: _Watch, item: pytest.Item) -> None:
+        config = item.config
+        if "phase" in message:
+            watch.phase = message["phase"]
+        elif "deadline" in message:
+            watch.deadline = time.monotonic() + message["deadline"] + GRACE
+        elif "report" in message:
+            report = config.hook.pytest_report_from_serializable(config=config, data=message["report"])
+            if message["late"] and report.nodeid != item.nodeid:
+                # xdist takes reports of the running test only; the text says whose it is.
+                report.longrepr = f"teardown of {report.nodeid}, at the end of its device process:\n{report.longrepr}"
+                report.nodeid = item.nodeid
+            watch.reported.append((report.when, report.outcome))
+            item.ihook.pytest_runtest_logreport(report=report)
+        elif "warning" in message:
+            data = message["warning"]
+            config.hook.pytest_warning_recorded.call_historic(
+                kwargs={
+                    "warning_message": _warning(data),
+                    "when": message["when"],
+                    "nodeid": message["nodeid"],
+                    "location": tuple(message["location"]) if message["location"] else None,
+                }
+            )
+
+    def _report_death(self, process: Forked, watch: _Watch, item: pytest.Item) -> None:
+        how = (
+            f"did not end within {GRACE:g} s of its deadline and was killed" if watch.killed else _death(process.status)
+        )
+        self._fail(
+            item, watch.phase, f"[device-process-death] device process {process.pid} {how} during {watch.phase}", watch
+        )
+
+    def _fail(self, item: pytest.Item, when: str, text: str, watch: _Watch) -> None:
+        out, err = compat.drain_capture(item.config)
+        sections = [
+            (f"Captured {name} {when}", content) for name, content in (("stdout", out), ("stderr", err)) if content
+        ]
+        report = pytest.TestReport(
+            nodeid=item.nodeid,
+            location=item.location,
+            keywords=dict.fromkeys(item.keywords, 1),
+            outcome="failed",
+            longrepr=text,
+            when=when,  # type: ignore[arg-type]
+            sections=sections,
+            duration=time.monotonic() - watch.started,
+        )
+        self.session.describe(item, report)
+        item.ihook.pytest_runtest_logreport(report=report)
+
+    def _tear_down_here(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """End what CPU tests before this one left set up here and the next test does not need."""
+        try:
+            compat.tear_down_to(self.pytest_session, nextitem)
+        except Exception as error:
+            item.ihook.pytest_runtest_logreport(report=compat.teardown_report(item, error))
+
+    def _close(self, item: pytest.Item | None) -> None:
+        """End the process, reporting what its teardown reports, under the running test where there is one."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        owner = item or self.last
+        with contextlib.suppress(OSError):
+            process.channel.send({"close": True})
+        if owner is not None:
+            watch = _Watch(owner)
+            watch.deadline = time.monotonic() + 60
+            self._listen(process, watch, owner)
+        if not self.zygote.wait(process, 10.0):
+            process.kill()
+            self.zygote.wait(process, 10.0)
+        process.channel.close()
+
+    def end(self) -> None:
+        """End the last process and the zygote."""
+        self._close(None)
+        self.zygote.close()
+
+
+class _Watch:
+    """What is known of a running test from outside."""
+
+    def __init__(self, item: pytest.Item) -> None:
+        self.item = item
+        self.started = time.monotonic()
+        self.phase = "setup"
+        self.deadline: float | None = None
+        self.killed = False
+        self.reported: list[tuple[str | None, str]] = []
+
+    def remaining(self) -> float | None:
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+
+def _readable(channel: Channel) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(channel, selectors.EVENT_READ)
+        return bool(selector.select(0)) and channel.fill()
+
+
+def _death(status: int | None) -> str:
+    if status is None:
+        return "vanished"
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(number).name}"
+        return f"was killed by signal {number}"
+    return f"ended with exit status {os.WEXITSTATUS(status)}"
+
+
+def _warning(data: dict[str, Any]) -> warnings.WarningMessage:
+    category: type[Warning] = UserWarning
+    with contextlib.suppress(Exception):
+        found: Any = importlib.import_module(data["module"])
+        for name in data["category"].split("."):
+            found = getattr(found, name)
+        category = found
+    try:
+        message = category(data["text"])
+    except Exception:
+        message = UserWarning(data["text"])
+    return warnings.WarningMessage(message, category, data["filename"], data["lineno"])
+
+
+def why_not_forked() -> str | None:
+    """Why this process cannot be forked safely any more; None where it can."""
+    if is_cuda_initialised():
+        return "CUDA was initialised while collecting"
+    if hazards := fork_hazards():
+        return f"thread pools were started while collecting ({', '.join(hazards)})"
+    return None

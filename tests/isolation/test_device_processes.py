@@ -1,0 +1,292 @@
+"""What a device process is: where tests run, what they see, and what becomes of a run when one dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pytest_cudaenv.host.catalog import simulated_host
+
+SIMULATE = ("--cuda-simulate", "h100:4")
+
+
+def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    return pytester.runpytest_subprocess(*SIMULATE, "--cuda-isolation", "session", *arguments)
+
+
+def test_a_device_test_sees_its_devices_and_a_cpu_test_stays(pytester: pytest.Pytester) -> None:
+    uuids = [d.uuid for d in simulated_host("h100:4").devices]
+    pytester.makepyfile(
+        f"""
+        import os
+        from pytest_cudaenv import current, requires_cuda
+        HERE, MASK = os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES")
+        PIDS = set()
+
+        def test_cpu():
+            assert os.getpid() == HERE and os.environ.get("CUDA_VISIBLE_DEVICES") == MASK
+
+        def test_one(cuda_device):
+            assert os.getpid() != HERE
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
+            assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+            assert (cuda_device, cuda_device.uuid) == ("cuda:0", {uuids[2]!r})
+
+        @requires_cuda(devices=2)
+        def test_two(cuda_devices):
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,0"
+            assert [(str(d), d.uuid) for d in cuda_devices] == [("cuda:0", {uuids[2]!r}), ("cuda:1", {uuids[0]!r})]
+            assert current().devices == cuda_devices
+
+        def test_nothing_is_left_behind(): assert os.environ.get("CUDA_VISIBLE_DEVICES") == MASK == "2,0,3"
+        """
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "2,0,3")
+        for arguments in ((), ("-n", "2")):
+            run(pytester, *arguments).assert_outcomes(passed=4)
+
+
+PIDS = """
+    import os, pytest
+    from pytest_cudaenv import requires_cuda
+    def note(name):
+        with open("pids", "a") as file: file.write(f"{name} {os.getpid()}\\n")
+    def test_a(cuda_device): note("a")
+    def test_b(cuda_device): note("b")
+    def test_cpu(): note("cpu")
+    @requires_cuda(devices=2)
+    def test_two(cuda_devices): note("two")
+    def test_c(cuda_device): note("c")
+"""
+
+
+@pytest.mark.parametrize(
+    ("level", "processes"),
+    # a and b share one, two has its own, c's is new; module 2 goes on with c's process only at level session.
+    [
+        ("session", [1, 1, 2, 3, 3, 3, 4, 5]),
+        ("module", [1, 1, 2, 3, 4, 4, 5, 6]),
+        ("function", [1, 2, 3, 4, 5, 6, 7, 8]),
+    ],
+)
+def test_a_process_lives_while_its_grant_fits(pytester: pytest.Pytester, level: str, processes: list[int]) -> None:
+    pytester.makepyfile(test_m1=PIDS, test_m2=PIDS)
+    pytester.runpytest_subprocess(*SIMULATE, "--cuda-isolation", level).assert_outcomes(passed=10)
+    lines = [line.split() for line in (pytester.path / "pids").read_text().splitlines()]
+    seen: dict[str, int] = {}
+    found = [seen.setdefault(pid, len(seen) + 1) for name, pid in lines if name != "cpu"]
+    assert found == processes
+    assert len({pid for name, pid in lines if name == "cpu"}) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV during call"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL during call"),
+        ("os.abort()", "was killed by SIGABRT during call"),
+        ("os._exit(0)", "ended with exit status 0 during call"),
+        ("os._exit(3)", "ended with exit status 3 during call"),
+    ],
+)
+def test_a_death_is_the_failure_of_its_test(pytester: pytest.Pytester, body: str, message: str) -> None:
+    """With what it printed last, and the others go on in a new process."""
+    pytester.makepyfile(
+        f"""
+        import os, signal
+        def test_before(cuda_device): pass
+        def test_dies(cuda_device):
+            print("last words", flush=True)
+            {body}
+        def test_after(cuda_device): print("innocent")
+        def test_after_fails(cuda_device): print("words of another"); assert 0
+        """
+    )
+    for arguments in ((), ("-n", "1")):
+        result = run(pytester, *arguments)
+        result.assert_outcomes(passed=2, failed=2)
+        text = result.stdout.str()
+        start = text.index("_ test_dies _")
+        assert message in text[start:]
+        assert "last words" in text[start : text.index("_ test_after_fails _")]
+        assert "last words" not in text[text.index("_ test_after_fails _") :]
+
+
+@pytest.mark.parametrize("phase", ["setup", "teardown"])
+def test_a_death_names_its_phase(pytester: pytest.Pytester, phase: str) -> None:
+    pytester.makepyfile(
+        f"""
+        import os, pytest
+        @pytest.fixture
+        def deadly():
+            if {phase == "setup"}: os._exit(1)
+            yield
+            os._exit(1)
+        def test_dies(cuda_device, deadly): pass
+        def test_after(cuda_device): pass
+        """
+    )
+    result = run(pytester)
+    result.assert_outcomes(passed=1 if phase == "setup" else 2, errors=1)
+    result.stdout.fnmatch_lines([f"*ended with exit status 1 during {phase}*"])
+
+
+def test_a_grandchild_that_holds_on_does_not_hide_a_death(pytester: pytest.Pytester) -> None:
+    """Death is what waitpid says: the end of the stream may come much later."""
+    pytester.makepyfile(
+        """
+        import os, signal, time
+        def test_dies(cuda_device):
+            if os.fork() == 0:
+                time.sleep(30)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        def test_after(cuda_device): pass
+        """
+    )
+    started = time.monotonic()
+    run(pytester).assert_outcomes(passed=1, failed=1)
+    assert time.monotonic() - started < 25  # not the grandchild's half minute
+
+
+def test_a_deadline_is_a_failure_of_its_test(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest, time
+        @pytest.mark.timeout(1)
+        def test_slow(cuda_device): time.sleep(30)
+        def test_after(cuda_device): pass
+        """
+    )
+    for arguments in ((), ("-n", "1")):
+        result = run(pytester, *arguments)
+        result.assert_outcomes(passed=1, failed=1)
+        result.stdout.fnmatch_lines(["*Timeout*"])
+
+
+def test_a_deadline_is_enforced_from_outside(pytester: pytest.Pytester) -> None:
+    """No signal handler runs in a process that blocks its signals, as one inside a driver call does."""
+    pytester.makepyfile(
+        """
+        import pytest, signal, time
+        @pytest.mark.timeout(1)
+        def test_stuck(cuda_device):
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            time.sleep(60)
+        def test_after(cuda_device): pass
+        """
+    )
+    started = time.monotonic()
+    result = run(pytester)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*did not end within 5 s of its deadline and was killed during call*"])
+    assert time.monotonic() - started < 50
+
+
+def alive(pids: set[int]) -> set[int]:
+    return {
+        pid
+        for pid in pids
+        if Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
+    }
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_everything_dies_with_the_pytest_process(pytester: pytest.Pytester, number: signal.Signals) -> None:
+    pytester.makepyfile(
+        """
+        import os, time
+        def test_long(cuda_device):
+            with open("pids", "w") as file: file.write(f"{os.getpid()} {os.getppid()}")
+            time.sleep(120)
+        """
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *SIMULATE, "--cuda-isolation", "session"]
+    process = subprocess.Popen(command, cwd=pytester.path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    pids: set[int] = set()
+    for _ in range(600):
+        with_pids = pytester.path / "pids"
+        if with_pids.exists() and len(with_pids.read_text().split()) == 2:
+            pids = {int(pid) for pid in with_pids.read_text().split()}
+            break
+        time.sleep(0.05)
+    assert len(pids) == 2
+    assert process.pid not in pids
+    os.kill(process.pid, number)
+    process.wait(timeout=30)
+    for _ in range(200):
+        if not alive(pids):
+            break
+        time.sleep(0.05)
+    assert not alive(pids)
+
+
+def test_openmp_of_the_pytest_process_does_not_hang_a_device_process(pytester: pytest.Pytester) -> None:
+    """libgomp's pool does not survive a fork: a child that computed on it would hang."""
+    pytester.makepyfile(
+        """
+        import torch
+        torch.set_num_threads(2)
+        WARM = (torch.randn(400, 400) @ torch.randn(400, 400)).sum()
+        torch.randn(200_000).exp().sum()
+        def test_it(cuda_device):
+            for _ in range(20):
+                torch.randn(200_000).exp().sum()
+                torch.randn(400, 400) @ torch.randn(400, 400)
+        """
+    )
+    result = pytester.runpytest_subprocess(*SIMULATE, "--cuda-isolation", "session", "--timeout", "60")
+    result.assert_outcomes(passed=1)
+
+
+def test_thread_pools_keep_device_tests_in_the_pytest_process(pytester: pytest.Pytester) -> None:
+    """A fork would hang in them; the run says so instead."""
+    pytester.makepyfile(
+        """
+        import os
+        from concurrent.futures import ThreadPoolExecutor
+        POOL, HERE = ThreadPoolExecutor(1), os.getpid()
+        POOL.submit(int).result()
+        def test_it(cuda_device):
+            assert os.getpid() == HERE
+            assert POOL.submit(int).result(timeout=10) == 0
+        """
+    )
+    result = run(pytester)
+    result.assert_outcomes(passed=1, warnings=1)
+    result.stdout.fnmatch_lines(["*[[]no-isolation[]] thread pools were started while collecting (ThreadPoolExecutor*"])
+
+
+def test_no_device_test_no_process(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import os, subprocess
+        from pytest_cudaenv import requires_cuda
+        def test_cpu():
+            children = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "pytest"], capture_output=True)
+            assert not children.stdout
+        @requires_cuda(devices=16)
+        def test_skipped(): pass
+        """
+    )
+    run(pytester).assert_outcomes(passed=1, skipped=1)
+
+
+def test_seeds_are_the_same_in_a_device_process(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import random
+        def test_numbers(cuda_device):
+            with open("numbers", "a") as file: file.write(f"{random.random()}\\n")
+        """
+    )
+    for level in ("off", "session", "function"):
+        pytester.runpytest_subprocess(*SIMULATE, "--cuda-isolation", level).assert_outcomes(passed=1)
+    assert len(set((pytester.path / "numbers").read_text().split())) == 1
