@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pytest_cudaenv.requirements.attention import AttnBackend as AttnBackend
 
     attn_backends: NamedMark
+    cuda_isolated: NamedMark
     dtypes: NamedMark
     requires_attn_backend: NamedMark
     requires_bf16: NamedMark
@@ -45,6 +46,7 @@ __all__ = [
     "Current",
     "__version__",
     "attn_backends",
+    "cuda_isolated",
     "current",
     "dtypes",
     "requires_attn_backend",

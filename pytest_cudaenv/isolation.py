@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 GRACE = 5.0
 """Seconds that a test gets past its deadline, before its process is killed from outside."""
 
+INTERRUPTED = 30.0
+"""Seconds that a device process gets to tear down after Ctrl-C."""
+
 
 class Isolation:
     """Runs the device tests of one run; made right after collection, where there is one."""
@@ -79,7 +82,9 @@ class Isolation:
 
     def _shares(self, item: pytest.Item) -> bool:
         """Whether the level of isolation lets this test run in the process of the last one."""
-        if self.level == "session" or self.last is None:
+        if self.last is None or item.stash[PLAN].requirement.isolated or self.last.stash[PLAN].requirement.isolated:
+            return self.last is None
+        if self.level == "session":
             return True
         return self.level == "module" and item.getparent(pytest.Module) is self.last.getparent(pytest.Module)
 
@@ -97,8 +102,10 @@ class Isolation:
             )
         done = self._listen(process, watch, item)
         if done is None:
-            self._report_death(process, watch, item)
             self.process = None
+            if watch.interrupted:
+                return KeyboardInterrupt()
+            self._report_death(process, watch, item)
             return None
         state = done["done"]
         self.pytest_session.shouldfail = self.pytest_session.shouldfail or state["shouldfail"]
@@ -107,7 +114,7 @@ class Isolation:
             self._fail(item, "call", f"the device process failed inside pytest:\n{done['internal']}", watch)
         if "exit" in done:
             return pytest.exit.Exception(done["exit"]["reason"], done["exit"]["returncode"])
-        return KeyboardInterrupt() if "interrupted" in done else None
+        return KeyboardInterrupt() if "interrupted" in done or watch.interrupted else None
 
     def _listen(self, process: Forked, watch: _Watch, item: pytest.Item) -> Message | None:
         """Pass on what the process reports; its last word, or None where it died before that."""
@@ -122,7 +129,14 @@ class Isolation:
                 # Death is what waitpid says, never the end of the stream: grandchildren may hold the other end.
                 if process.status is not None and not _readable(process.channel):
                     return None
-                ready = selector.select(watch.remaining())
+                try:
+                    ready = selector.select(watch.remaining())
+                except KeyboardInterrupt:
+                    # The device process has it too, and is tearing down; who insists need not wait for that.
+                    if watch.interrupted:
+                        raise
+                    watch.interrupted, watch.deadline = True, time.monotonic() + INTERRUPTED
+                    continue
                 if not ready:
                     watch.killed = True
                     process.kill(signal.SIGABRT)
@@ -226,6 +240,7 @@ class _Watch:
         self.phase = "setup"
         self.deadline: float | None = None
         self.killed = False
+        self.interrupted = False
         self.reported: list[tuple[str | None, str]] = []
 
     def remaining(self) -> float | None:

@@ -23,6 +23,7 @@ MARKER_LINES = (
     "requires_quantization(method): a quantization method's packages and capability",
     "requires_package(*specs): installed packages, as PEP 508 strings; ' | ' separates alternatives",
     "requires_nccl(): NCCL and two devices",
+    "cuda_isolated(): a device process of its own, where --cuda-isolation is not off",
     "attn_backends(*names, exclude=(), model=None): the attention backends of this test's cells",
     "dtypes(*names, exclude=()): the dtypes of this test's cells",
     "xfail_cells(attn_backend=None, dtype=None, capability=None, reason='', issue='', until=None): cells that are "

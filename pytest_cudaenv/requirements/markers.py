@@ -149,6 +149,11 @@ def requires_nccl() -> Requirement:
     return Requirement(devices=2, nccl=True)
 
 
+def cuda_isolated() -> Requirement:
+    """A device process of its own, for a test that asks for a device."""
+    return Requirement(isolated=True)
+
+
 def attn_backends(
     *names: str | Mapping[str, str], exclude: str | Sequence[str] = (), model: type | None = None
 ) -> Axis:
@@ -224,6 +229,7 @@ MARKERS: dict[str, Callable[..., Declaration]] = {
         requires_quantization,
         requires_package,
         requires_nccl,
+        cuda_isolated,
         attn_backends,
         dtypes,
         xfail_cells,

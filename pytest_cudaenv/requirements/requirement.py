@@ -46,6 +46,8 @@ class Requirement:
     packages: tuple[str, ...] = ()
     """PEP 508 strings, alternatives joined by ` | `."""
     nccl: bool = False
+    isolated: bool = False
+    """A device process of its own."""
     model_reasons: tuple[Reason, ...] = ()
     """Unmet needs that a model class declares (`_supports_sdpa = False`)."""
 

@@ -290,3 +290,73 @@ def test_seeds_are_the_same_in_a_device_process(pytester: pytest.Pytester) -> No
     for level in ("off", "session", "function"):
         pytester.runpytest_subprocess(*SIMULATE, "--cuda-isolation", level).assert_outcomes(passed=1)
     assert len(set((pytester.path / "numbers").read_text().split())) == 1
+
+
+def test_an_isolated_test_has_a_process_of_its_own(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import os
+        from pytest_cudaenv import cuda_isolated
+        def note():
+            with open("pids", "a") as file: file.write(f"{os.getpid()}\\n")
+        def test_a(cuda_device): note()
+        def test_b(cuda_device): note()
+        @cuda_isolated
+        def test_c(cuda_device): note()
+        def test_d(cuda_device): note()
+        def test_e(cuda_device): note()
+        """
+    )
+    run(pytester).assert_outcomes(passed=5)
+    a, b, c, d, e = (pytester.path / "pids").read_text().split()
+    assert (a, d) == (b, e)
+    assert len({a, c, d}) == 3
+
+
+def test_ctrl_c_tears_down_and_ends(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest, time
+        @pytest.fixture(scope="module")
+        def resource(cuda_device):
+            yield
+            open("torn down", "w").close()
+        def test_slow(resource):
+            open("started", "w").close()
+            time.sleep(60)
+        def test_next(resource): pass
+        """
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *SIMULATE, "--cuda-isolation", "session"]
+    process = subprocess.Popen(
+        command, cwd=pytester.path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    for _ in range(600):
+        if (pytester.path / "started").exists():
+            break
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == pytest.ExitCode.INTERRUPTED
+    assert "KeyboardInterrupt" in output
+    assert "test_next" not in output
+    assert (pytester.path / "torn down").exists()
+
+
+@pytest.mark.parametrize(
+    ("test", "arguments", "typed", "answers"),
+    [
+        ("breakpoint()", (), 'p x + 1\np os.environ["CUDA_VISIBLE_DEVICES"]\nc\n', ["(Pdb) 42", "(Pdb) '0'"]),
+        ("assert x == 8", ("--pdb",), "p x + 2\nq\n", ["(Pdb) 43"]),
+    ],
+)
+def test_debugging_is_under_the_mask_of_the_test(
+    pytester: pytest.Pytester, test: str, arguments: tuple[str, ...], typed: str, answers: list[str]
+) -> None:
+    pytester.makepyfile(f"import os\ndef test_it(cuda_device):\n    x = 41\n    {test}\n    assert x")
+    command = [sys.executable, "-m", "pytest", *SIMULATE, "--cuda-isolation", "session", *arguments]
+    done = subprocess.run(
+        command, cwd=pytester.path, input=typed, capture_output=True, text=True, timeout=60, check=False
+    )
+    for answer in answers:
+        assert answer in done.stdout
