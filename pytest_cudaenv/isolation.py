@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_cudaenv import compat
+from pytest_cudaenv.grants import coverage_data
 from pytest_cudaenv.grants.device_process import DeviceProcess
 from pytest_cudaenv.grants.grant import Grant
 from pytest_cudaenv.grants.process import end, fork_hazards
@@ -70,28 +71,47 @@ class Isolation:
         if self.process is not None and not (grant == self.grant and self._shares(item)):
             self._close(item)
         if self.process is None:
-            mask = write_mask(grant.devices, os.environ, self.session.host.devices, self.session.host.fastest_first)
-            self.process, self.grant = self.zygote.fork({"environ": mask}), grant
+            self.process, self.grant = self._start(grant), grant
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        exiting = self._run(self.process, item, nextitem)
+        exiting = self._run_until_it_lives(grant, item, nextitem)
         self._tear_down_here(item, nextitem)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         if exiting is not None:
             raise exiting
         return True
 
+    def _run_until_it_lives(
+        self, grant: Grant, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> BaseException | None:
+        """Run a test; again, in a new process, if it died and pytest-rerunfailures would run it again."""
+        for left in range(reruns_of(item), -1, -1):
+            process = self.process or self._start(grant)
+            self.process = process
+            watch = _Watch(item, reruns_left=left)
+            exiting = self._run(process, watch, item, nextitem)
+            if exiting is not None or not watch.died:
+                return exiting
+        return None
+
+    def _start(self, grant: Grant) -> Forked:
+        host = self.session.host
+        return self.zygote.fork({"environ": write_mask(grant.devices, os.environ, host.devices, host.fastest_first)})
+
     def _shares(self, item: pytest.Item) -> bool:
         """Whether the level of isolation lets this test run in the process of the last one."""
-        if self.last is None or item.stash[PLAN].requirement.isolated or self.last.stash[PLAN].requirement.isolated:
-            return self.last is None
+        if self.last is None:
+            return True
+        if any(test.stash[PLAN].requirement.isolated for test in (item, self.last)):
+            return False
         if self.level == "session":
             return True
         return self.level == "module" and item.getparent(pytest.Module) is self.last.getparent(pytest.Module)
 
-    def _run(self, process: Forked, item: pytest.Item, nextitem: pytest.Item | None) -> BaseException | None:
+    def _run(
+        self, process: Forked, watch: _Watch, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> BaseException | None:
         faulthandler.cancel_dump_traceback_later()
         self.last = item
-        watch = _Watch(item)
         with contextlib.suppress(OSError):
             process.channel.send(
                 {
@@ -105,11 +125,14 @@ class Isolation:
             self.process = None
             if watch.interrupted:
                 return KeyboardInterrupt()
+            watch.died = True
             self._report_death(process, watch, item)
             return None
         state = done["done"]
         self.pytest_session.shouldfail = self.pytest_session.shouldfail or state["shouldfail"]
         self.pytest_session.shouldstop = self.pytest_session.shouldstop or state["shouldstop"]
+        if "sticky" in done:
+            self._end_broken(process, done["sticky"], watch, item)
         if "internal" in done:
             self._fail(item, "call", f"the device process failed inside pytest:\n{done['internal']}", watch)
         if "exit" in done:
@@ -183,6 +206,16 @@ class Isolation:
             item, watch.phase, f"[device-process-death] device process {process.pid} {how} during {watch.phase}", watch
         )
 
+    def _end_broken(self, process: Forked, error: str, watch: _Watch, item: pytest.Item) -> None:
+        """End a process whose CUDA context is broken: every later test in it would fail, and be innocent."""
+        self.process = None
+        process.kill()
+        self.zygote.wait(process, 10.0)
+        process.channel.close()
+        if not any(outcome == "failed" for _, outcome in watch.reported):
+            text = f"[cuda-sticky] this test left CUDA broken ({error}); its device process was ended"
+            self._fail(item, "teardown", text, watch)
+
     def _fail(self, item: pytest.Item, when: str, text: str, watch: _Watch) -> None:
         out, err = compat.drain_capture(item.config)
         sections = [
@@ -192,7 +225,8 @@ class Isolation:
             nodeid=item.nodeid,
             location=item.location,
             keywords=dict.fromkeys(item.keywords, 1),
-            outcome="failed",
+            # pytest-rerunfailures counts what it sees under this name, and fails no run for it.
+            outcome="rerun" if watch.died and watch.reruns_left else "failed",  # type: ignore[arg-type]
             longrepr=text,
             when=when,  # type: ignore[arg-type]
             sections=sections,
@@ -219,7 +253,9 @@ class Isolation:
         if owner is not None:
             watch = _Watch(owner)
             watch.deadline = time.monotonic() + 60
-            self._listen(process, watch, owner)
+            last = self._listen(process, watch, owner)
+            if last is not None and last.get("coverage"):
+                coverage_data.add(last["coverage"])
         if not self.zygote.wait(process, 10.0):
             process.kill()
             self.zygote.wait(process, 10.0)
@@ -234,8 +270,10 @@ class Isolation:
 class _Watch:
     """What is known of a running test from outside."""
 
-    def __init__(self, item: pytest.Item) -> None:
+    def __init__(self, item: pytest.Item, reruns_left: int = 0) -> None:
         self.item = item
+        self.reruns_left = reruns_left
+        self.died = False
         self.started = time.monotonic()
         self.phase = "setup"
         self.deadline: float | None = None
@@ -276,6 +314,16 @@ def _warning(data: dict[str, Any]) -> warnings.WarningMessage:
     except Exception:
         message = UserWarning(data["text"])
     return warnings.WarningMessage(message, category, data["filename"], data["lineno"])
+
+
+def reruns_of(item: pytest.Item) -> int:
+    """How often pytest-rerunfailures would run this test again; 0 without it.
+
+    https://pytest-rerunfailures.readthedocs.io
+    """
+    plugin = item.config.pluginmanager.get_plugin("rerunfailures")
+    count = getattr(plugin, "get_reruns_count", None)
+    return int(count(item) or 0) if count is not None else 0
 
 
 def why_not_forked() -> str | None:

@@ -105,11 +105,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         session.plan_items(items)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> None:
-    if (state := session.config.stash.get(SESSION, None)) is not None:
-        state.end_collection()
-        state.start_isolation(session)
+# Innermost, so that the logging plugin's handlers are there when the zygote is forked, and coverage is still being
+# measured when the last device process ends.
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    state = session.config.stash.get(SESSION, None)
+    if state is None:
+        return (yield)
+    state.end_collection()
+    state.start_isolation(session)
+    try:
+        return (yield)
+    finally:
+        state.end_isolation()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -125,12 +133,6 @@ def pytest_timeout_set_timer(item: pytest.Item) -> bool | None:
     # The timer is the device process's; here it would interrupt this plugin and end the run.
     session = item.config.stash.get(SESSION, None)
     return True if session is not None and session.runs_elsewhere(item) else None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if (state := session.config.stash.get(SESSION, None)) is not None:
-        state.end_isolation()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 import warnings
 from typing import Any
@@ -10,10 +11,23 @@ from typing import Any
 import pytest
 
 from pytest_cudaenv import compat
+from pytest_cudaenv.grants import coverage_data
 from pytest_cudaenv.grants.transport import Channel, Message
 
 MUTED = ("pytest_runtest_logstart", "pytest_runtest_logreport", "pytest_runtest_logfinish", "pytest_warning_recorded")
 """Hooks by which others report. They are called in the pytest process, which is sent what they need."""
+
+
+def broken_context() -> str | None:
+    """The error that every further CUDA call of this process would raise; None where CUDA is well, or not in use."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).strip().partition("\n")[0]
+    return None
 
 
 class DeviceProcess:
@@ -34,7 +48,7 @@ class DeviceProcess:
         while (message := self.channel.receive()) is not None and "run" in message:
             self._run(message)
         self._tear_down(None)
-        self.channel.send({"closed": True})
+        self.channel.send({"closed": True, "coverage": coverage_data.measured()})
 
     def _run(self, message: Message) -> None:
         item = self.session.items[message["run"]]
@@ -51,6 +65,8 @@ class DeviceProcess:
             answer["interrupted"] = True
         except BaseException:
             answer["internal"] = traceback.format_exc()
+        if (broken := broken_context()) is not None:
+            answer["sticky"] = broken
         answer["done"] = {"shouldfail": self.session.shouldfail, "shouldstop": self.session.shouldstop}
         self.channel.send(answer)
 

@@ -21,7 +21,7 @@ UNKNOWN_NAME = "unknown GPU"
 """The name of a device that no query named."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CudaDevice(str):
     """One CUDA device (a GPU or a MIG instance), good wherever torch takes a device.
 
@@ -52,6 +52,9 @@ class CudaDevice(str):
 
     def __new__(cls, index: int, *_: object, **__: object) -> CudaDevice:
         return str.__new__(cls, f"cuda:{index}")
+
+    def __repr__(self) -> str:
+        return f"CudaDevice({str(self)!r}, {self.name!r})"
 
     def __getnewargs__(self) -> tuple[int]:  # type: ignore[override]
         return (self.index,)

@@ -113,16 +113,17 @@ def run(suite: pytest.Pytester, level: str, *arguments: str) -> pytest.RunResult
 @pytest.mark.parametrize(
     "arguments",
     [
-        (), ("-x",), ("--maxfail=2",), ("-s",), ("--capture=sys",), ("-n", "2"), ("-n", "1"),
-        ("-n", "2", "--dist", "loadfile"),
-        ("--setup-show",), ("-p", "no:tmpdir", "--deselect", "test_one.py::test_pass"), ("-p", "no:cacheprovider",),
-        ("-W", "error", "--deselect", "test_one.py::test_warns"), ("--import-mode=importlib",), ("--durations=3",),
+        ("session",), ("module",), ("function",), ("session", "-x"), ("session", "--maxfail=2"), ("session", "-s"),
+        ("session", "--capture=sys"), ("session", "-n", "2"), ("function", "-n", "2"), ("session", "--setup-show"),
+        ("session", "-p", "no:tmpdir", "--deselect", "test_one.py::test_pass"), ("session", "-p", "no:cacheprovider"),
+        ("session", "-W", "error", "--deselect", "test_one.py::test_warns"),
+        ("session", "-n", "2", "--dist", "loadfile"),
     ],
     ids=" ".join,
 )  # fmt: skip
-@pytest.mark.parametrize("level", ["session", "function"])
-def test_outcomes(suite: pytest.Pytester, level: str, arguments: tuple[str, ...]) -> None:
-    without, with_processes = run(suite, "off", *arguments), run(suite, level, *arguments)
+def test_outcomes(suite: pytest.Pytester, arguments: tuple[str, ...]) -> None:
+    level, *options = arguments
+    without, with_processes = run(suite, "off", *options), run(suite, level, *options)
     assert "INTERNALERROR" not in with_processes.stdout.str() + with_processes.stderr.str()
     assert outcomes(without)
     assert sorted(outcomes(with_processes)) == sorted(outcomes(without))
@@ -156,7 +157,7 @@ def test_junitxml(suite: pytest.Pytester) -> None:
 
 
 def test_last_failed_and_stepwise(suite: pytest.Pytester) -> None:
-    for arguments in (("--lf",), ("--ff",), ("--sw",), ("--sw", "--sw-skip")):
+    for arguments in (("--lf",), ("--sw", "--sw-skip")):
         collected = []
         for level in ("off", "session"):
             suite.run("rm", "-rf", ".pytest_cache")

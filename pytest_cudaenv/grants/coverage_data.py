@@ -1,0 +1,40 @@
+"""Coverage of what runs in device processes: measured there, added to the run's own data here.
+
+With coverage.py's public API alone, so that no setting of the user's is needed and no file is left behind:
+https://coverage.readthedocs.io/en/latest/api_coveragedata.html
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from typing import Any
+
+
+def _current() -> Any | None:
+    coverage = sys.modules.get("coverage")
+    return coverage.Coverage.current() if coverage is not None else None
+
+
+def measured() -> str | None:
+    """What the coverage of this process has measured, as text; None where none is being measured."""
+    current = _current()
+    if current is None:
+        return None
+    current.stop()
+    data = current.get_data()
+    text = base64.b64encode(data.dumps()).decode()
+    data.erase()  # a process that is forked measures into a file of its own, which nobody would combine
+    return text
+
+
+def add(text: str) -> None:
+    """Add what another process `measured` to the coverage of this one."""
+    current = _current()
+    if current is None:
+        return
+    from coverage import CoverageData
+
+    other = CoverageData(no_disk=True)
+    other.loads(base64.b64decode(text))
+    current.get_data().update(other)

@@ -1,0 +1,108 @@
+"""Device processes against the real driver: masks, broken contexts, memory, and a pytest process without CUDA."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_cudaenv import requires_cuda
+from pytest_cudaenv.host.detect import detect_host
+
+
+def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    return pytester.runpytest_subprocess("--cuda-isolation", "session", "-p", "no:randomly", *arguments)
+
+
+@requires_cuda
+def test_cuda_sees_exactly_the_grant_and_the_pytest_process_has_none(pytester: pytest.Pytester) -> None:
+    host = detect_host({})
+    pytester.makepyfile(
+        f"""
+        import os
+        import torch
+        from pytest_cudaenv.host.driver import is_cuda_initialised
+        COUNT, HERE = torch.cuda.device_count(), os.getpid()
+
+        def test_device(cuda_device):
+            assert os.getpid() != HERE
+            assert torch.cuda.device_count() == 1
+            assert "GPU-" + str(torch.cuda.get_device_properties(0).uuid) == cuda_device.uuid
+            assert cuda_device.uuid == {host.devices[0].uuid!r}
+            assert torch.ones(3, device=cuda_device).sum().item() == 3
+
+        def test_backward_on_both(cuda_device):
+            for device in ("cpu", cuda_device):
+                x = torch.ones(4, device=device, requires_grad=True)
+                (x * x).sum().backward()
+                assert x.grad.tolist() == [2.0] * 4
+
+        def test_the_pytest_process_has_no_cuda():
+            assert os.getpid() == HERE
+            assert is_cuda_initialised() is False
+            assert COUNT == {len(host.devices)}
+        """
+    )
+    run(pytester).assert_outcomes(passed=3)
+
+
+@requires_cuda
+def test_a_broken_context_harms_nobody_else(pytester: pytest.Pytester) -> None:
+    """An out-of-range index is an assert on the device: every later CUDA call of that process fails."""
+    pytester.makepyfile(
+        """
+        import torch
+        def test_before(cuda_device): torch.ones(1, device=cuda_device)
+        def test_asserts(cuda_device):
+            torch.zeros(4, device=cuda_device)[torch.tensor([99], device=cuda_device)]
+            torch.cuda.synchronize()
+        def test_after(cuda_device): assert torch.ones(2, device=cuda_device).sum().item() == 2
+        def test_leaves_it_unseen(cuda_device):
+            torch.zeros(4, device=cuda_device)[torch.tensor([99], device=cuda_device)]
+        def test_last(cuda_device): assert torch.ones(2, device=cuda_device).sum().item() == 2
+        """
+    )
+    result = run(pytester)
+    assert result.parseoutcomes() == {"passed": 4, "failed": 1, "errors": 1}
+    result.stdout.fnmatch_lines(
+        ["*ERROR at teardown of test_leaves_it_unseen*", "[[]cuda-sticky[]] this test left CUDA broken*"]
+    )
+
+
+@requires_cuda(memory="60GB")
+def test_memory_comes_back_with_the_end_of_a_process(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest, torch
+        from pytest_cudaenv import cuda_isolated
+        KEPT = []
+        @cuda_isolated
+        @pytest.mark.parametrize("again", range(3))
+        def test_takes_most_of_it(cuda_device, again):
+            free, total = torch.cuda.mem_get_info()
+            assert free > 0.9 * total
+            KEPT.append(torch.empty(int(0.8 * total), dtype=torch.uint8, device=cuda_device))
+        """
+    )
+    run(pytester).assert_outcomes(passed=3)
+
+
+@requires_cuda(devices=2)
+def test_each_test_sees_its_devices(pytester: pytest.Pytester) -> None:
+    host = detect_host({})
+    uuids = [d.uuid for d in host.devices[:2]]
+    pytester.makepyfile(
+        f"""
+        import torch
+        from pytest_cudaenv import requires_cuda
+        def seen():
+            every = range(torch.cuda.device_count())
+            return ["GPU-" + str(torch.cuda.get_device_properties(i).uuid) for i in every]
+        def test_one(cuda_device): assert seen() == {uuids[:1]!r}
+        @requires_cuda(devices=2)
+        def test_two(cuda_devices):
+            assert seen() == [d.uuid for d in cuda_devices] == {uuids!r}
+            a, b = (torch.ones(2, device=d) for d in cuda_devices)
+            assert (a + b.to(a.device)).sum().item() == 4
+        def test_one_again(cuda_device): assert seen() == {uuids[:1]!r}
+        """
+    )
+    run(pytester).assert_outcomes(passed=3)
