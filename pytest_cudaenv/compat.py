@@ -79,6 +79,8 @@ def not_decorable(name: str, target: object) -> str:
     """The message for a decorator that was given what is neither a function nor a class."""
     if target is None:
         return f"@{name} was applied to None: put @{name} below @parameterized.expand, which leaves no function behind"
+    if isinstance(target, (list, tuple, set, dict)):
+        return f"@{name} takes its values one by one, {name}('a', 'b'), not in a {type(target).__name__}: {target!r}"
     return f"@{name} goes on a function or a class, not on {type(target).__name__} {target!r}"
 
 
@@ -102,6 +104,19 @@ def skip_at_test(message: str) -> NoReturn:
     https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/skipping.py (pytest_runtest_setup)
     """
     raise pytest.skip.Exception(message, _use_item_location=True)
+
+
+def skips_itself(item: pytest.Item) -> bool:
+    """Whether the test's own `skip` or `skipif` marks skip it.
+
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/skipping.py (evaluate_skip_marks)
+    """
+    from _pytest.skipping import evaluate_skip_marks
+
+    try:
+        return evaluate_skip_marks(item) is not None
+    except pytest.fail.Exception:
+        return False  # a condition that cannot be evaluated is an error of the run, when it comes to it
 
 
 def our_fixtures(item: pytest.Item, package: str) -> frozenset[str]:

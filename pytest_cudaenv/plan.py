@@ -58,6 +58,7 @@ def plan_of(item: pytest.Item) -> Plan | None:
     cell = cell_of(item, ours)
     _check_axes(item, ours)
     _check_cell(item, cell)
+    _check_known_bad(item, cell, known_bad)
     if cell.id is not None:
         sources.append((f"cell {cell.id}", _cell_requirement(item, cell)))
     requirement = Requirement()
@@ -116,6 +117,17 @@ def _check_cell(item: pytest.Item, cell: CellParameters) -> None:
             raise pytest.Collector.CollectError(
                 f"{item.nodeid}: @{marker} came too late to make its cells: put it on the function, class or module"
             )
+
+
+def _check_known_bad(item: pytest.Item, cell: CellParameters, known_bad: list[KnownBadCell]) -> None:
+    """Refuse an entry for cells on a test that has none: it would do nothing, and never expire."""
+    own = {mark.name for mark in getattr(item, "own_markers", ())}
+    if "xfail_cells" not in own:
+        return
+    for known in known_bad:
+        if (known.attn_backend is not None and cell.attn_backend is None) or (known.dtype and cell.dtype is None):
+            hint = "request the fixture `cell`, or name only capability="
+            raise pytest.Collector.CollectError(f"{item.nodeid}: @xfail_cells has no effect here: {hint}")
 
 
 def _is_unittest(item: pytest.Item) -> bool:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_cudaenv import compat
 from pytest_cudaenv.cells import without_impossible
 from pytest_cudaenv.plan import Plan, plan_of
 from pytest_cudaenv.session import PLAN, PLANNED_MARKS, WRONG, count_marks, record_of
@@ -36,7 +37,8 @@ class Planner:
         deselected: list[pytest.Item] = []
         for item in items:
             plan = self.plan(item)
-            (kept if plan is None or self._is_selected(plan) else deselected).append(item)
+            selected = plan is None or self._is_selected(item, plan)
+            (kept if selected else deselected).append(item)
         if deselected:
             self.session.config.hook.pytest_deselected(items=deselected)
             items[:] = kept
@@ -45,13 +47,14 @@ class Planner:
         """Count what would run where, for a run that only collects."""
         summary = self.session.reporting.summary
         for item in items:
-            if (plan := item.stash.get(PLAN, None)) is None:
+            if (plan := item.stash.get(PLAN, None)) is None or compat.skips_itself(item):
                 continue
             if reasons := self.session.unmet(plan.requirement):
                 outcome = "failed" if any(reason.is_error for reason in reasons) else "skipped"
                 summary.add(item.nodeid, "setup", outcome, record_of(plan, None, reasons))
             else:
-                ran_on = self.session.granter.grant(plan.requirement, None).ran_on
+                asks = plan.requirement.asks_for_device
+                ran_on = self.session.granter.grant(plan.requirement, None).ran_on if asks else None
                 summary.add(item.nodeid, "call", "passed", record_of(plan, ran_on, ()))
 
     def plan(self, item: pytest.Item) -> Plan | None:
@@ -75,7 +78,7 @@ class Planner:
             item.add_marker("multi_gpu")
         return plan
 
-    def _is_selected(self, plan: Plan) -> bool:
+    def _is_selected(self, item: pytest.Item, plan: Plan) -> bool:
         settings = self.session.settings
         cell = plan.cell
         if settings.only_attn_backends and cell.backends and not set(cell.backends) <= set(settings.only_attn_backends):
@@ -86,4 +89,8 @@ class Planner:
             return True
         reasons = self.session.unmet(plan.requirement)
         # A device that is here and cannot be used is an error, whatever becomes of needs that are not met.
-        return not reasons or any(reason.is_error for reason in reasons)
+        if not reasons or any(reason.is_error for reason in reasons):
+            return True
+        # Not selected is not unsaid: the summary tells what was left out, and why.
+        self.session.reporting.summary.add(item.nodeid, "setup", "deselected", record_of(plan, None, reasons))
+        return False

@@ -135,7 +135,7 @@ def pytest_timeout_set_timer(item: pytest.Item) -> bool | None:
     return True if session is not None and session.runs_elsewhere(item) else None
 
 
-@pytest.hookimpl(tryfirst=True)
+# After pytest's own, which skips: what a suite skips itself needs nothing.
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if (session := item.config.stash.get(SESSION, None)) is not None:
         session.set_up(item)
@@ -175,7 +175,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     session = config.stash.get(SESSION, None)
-    return session.reporting.header() if session is not None and session.planned else []
+    return session.reporting.header() if session is not None and session.shows_header else []
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -21,6 +21,7 @@ from typing import Any
 from pytest_cudaenv.host.devices import CudaDevice, Host
 from pytest_cudaenv.host.mask import MaskReading
 from pytest_cudaenv.host.nvml import free_memory
+from pytest_cudaenv.requirements.torch_build import RELEASES, release_archs
 
 QUESTIONS = (
     "is_available",
@@ -144,9 +145,12 @@ class TorchQuestions:
 
     @staticmethod
     def _arch_list(host: Host, original: Callable[..., Any]) -> Any:
-        if host.simulated and host.software.torch is not None:
-            return list(host.software.torch.arch_list or ())
-        return original()  # compiled in: asking it initialises nothing once is_available is answered here
+        torch = host.software.torch
+        if torch is not None and host.simulated:
+            return list(RELEASES.get((torch.cuda or "", "x86_64"), ()))
+        # torch takes this question for the end of safe forks, so a table answers where there is one.
+        told = release_archs(torch) if torch is not None else None
+        return list(told) if told is not None else original()
 
     def _note(self, name: str, answer: Any) -> None:
         frame = _asker()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,9 +13,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_cudaenv.ledger.summary import Summary
+from pytest_cudaenv.options import OPTIONS
+from pytest_cudaenv.session import APPLIED
 
 if TYPE_CHECKING:
     from pytest_cudaenv.session import CudaSession
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Names that begin like this plugin's variables and are none, as a typing error makes them."""
+    known = {option.variable for option in OPTIONS} | {APPLIED, "CUDAENV_LEASE", "CUDAENV_LEASE_DIR"}
+    return sorted(name for name in environ if name.startswith("CUDAENV_") and name not in known)
 
 
 class Reporting:
@@ -31,7 +40,7 @@ class Reporting:
         from pytest_cudaenv.host.driver import is_cuda_initialised
         from pytest_cudaenv.ledger.header import header_lines
 
-        warnings = []
+        warnings = [f"{name} is not a variable of this plugin" for name in unknown_variables(os.environ)]
         if self.session.host.simulated is None and self.session.host.devices and is_cuda_initialised():
             warnings.append("CUDA was initialised while collecting; masks set from now on have no effect")
         lines = header_lines(
@@ -65,11 +74,16 @@ class Reporting:
 
     def print_summary(self, reporter: pytest.TerminalReporter) -> None:
         """After the run: what passed on which kind of device, and what did not run, by reason."""
-        if self.session.config.get_verbosity() < (0 if self.session.only_collects else -1):
+        session = self.session
+        if session.config.get_verbosity() < (0 if session.only_collects else -1):
             return
-        if lines := self.summary.lines("would run" if self.session.only_collects else "passed"):
+        simulated = session.settings.simulate
+        lines = self.summary.lines("would run" if session.only_collects else "passed")
+        if simulated and not session.only_collects:
+            lines.insert(0, f"SIMULATED {simulated}: nothing here ran on such a device")
+        if lines:
             reporter.ensure_newline()
-            reporter.section(f"cudaenv: what {'would run' if self.session.only_collects else 'ran'} where")
+            reporter.section(f"cudaenv: what {'would run' if session.only_collects else 'ran'} where")
             for line in lines:
                 reporter.write_line(line)
 

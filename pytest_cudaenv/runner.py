@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import random
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -34,16 +35,18 @@ class Runner:
 
     def set_up(self, item: pytest.Item, plan: Plan) -> None:
         """Before a test's fixtures: skip it with its reasons, or give it its grant and seed."""
+        self.session.learn_architectures()
         if reasons := self.session.unmet(plan.requirement, trying=True):
-            item.stash[REASONS] = reasons
-            self._refuse(reasons)
+            self._refuse(item, reasons)
         grant = self._grant(plan.requirement)
         if (known := matching_bad_cell(plan, grant.devices[0] if grant.devices else None)) is not None:
             expect_failure(item, known, datetime.date.today())
-        item.stash[RAN_ON] = grant.ran_on
+        if plan.requirement.asks_for_device:
+            item.stash[RAN_ON] = grant.ran_on
         self.seed(item, plan)
         if plan.requirement.asks_for_device:
-            enter(Current(item.nodeid, grant, seed_of(item, self._session_seed)))
+            refuse = functools.partial(self._refuse, item)
+            enter(Current(item.nodeid, grant, seed_of(item, self._session_seed), refuse))
 
     def seed(self, item: pytest.Item, plan: Plan) -> None:
         """Seed `random`, and NumPy and torch where they are imported, from the id of a device or cell test."""
@@ -80,8 +83,9 @@ class Runner:
             self._root = None
             compat.finish_fixture(definition, request)
 
-    def _refuse(self, reasons: Sequence[Reason]) -> None:
+    def _refuse(self, item: pytest.Item, reasons: Sequence[Reason]) -> NoReturn:
         """End the test as unmet: an error where a device is present and unusable, else as `--cuda-unmet` says."""
+        item.stash[REASONS] = reasons
         message = " | ".join(str(reason) for reason in reasons)
         if any(reason.is_error for reason in reasons):
             pytest.fail(f"{message}\n{reasons[0].remedy}", pytrace=False)

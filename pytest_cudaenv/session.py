@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,6 +127,11 @@ class CudaSession:
         return resolve(self.config)
 
     @property
+    def shows_header(self) -> bool:
+        """Whether the suite uses the plugin: by a marker or fixture, or because the run was told something."""
+        return self.planned or any_given(self.config)
+
+    @property
     def only_collects(self) -> bool:
         """Whether no test is going to run."""
         return bool(self.config.getoption("collectonly"))
@@ -192,6 +197,22 @@ class CudaSession:
         for computed in ("reading", "granter", "runner"):
             self.__dict__.pop(computed, None)
 
+    def learn_architectures(self) -> None:
+        """Once CUDA is in use in this process: what the torch here has code for, if it was not known."""
+        torch, build = sys.modules.get("torch"), self.host.software.torch
+        if build is None or build.arch_list is not None or self.host.simulated is not None:
+            return
+        if torch is None or not torch.cuda.is_initialized():
+            return
+        from dataclasses import replace
+
+        from pytest_cudaenv.host.software import imported_arch_list
+
+        software = replace(self.host.software, torch=replace(build, arch_list=imported_arch_list() or ()))
+        self.host = replace(self.host, software=software)
+        self._unmet.clear()
+        self.__dict__.pop("granter", None)
+
     def is_device_test(self, item: pytest.Item) -> bool:
         """Whether a test asks for a device which this host can grant."""
         plan = item.stash.get(PLAN, None)
@@ -244,8 +265,13 @@ class CudaSession:
 
     def _add_project_backends(self) -> None:
         """Take in the attention backends that the project's conftests add."""
-        found = self.config.hook.pytest_cudaenv_attn_backends(config=self.config)
-        added = [backend for backends in found for backend in backends or ()]
+        added: list[Any] = []
+        for returned in self.config.hook.pytest_cudaenv_attn_backends(config=self.config):
+            added += [returned] if isinstance(returned, (str, Mapping)) else list(returned or ())
+        for backend in added:
+            if not hasattr(backend, "runs_on_cpu"):
+                text = "pytest_cudaenv_attn_backends: return AttnBackend objects (from pytest_cudaenv), not"
+                raise pytest.UsageError(f"{text} {type(backend).__name__} {backend!r}")
         if added or "pytest_cudaenv.requirements.attention" in sys.modules:
             from pytest_cudaenv.requirements.attention import with_backends
 
@@ -324,8 +350,8 @@ class CudaSession:
             report.cudaenv = record  # type: ignore[attr-defined]
 
     def print_summary(self, reporter: pytest.TerminalReporter) -> None:
-        """After the run, where some test of it used the plugin."""
-        if "reporting" in self.__dict__:
+        """After the run, where some test of it used the plugin, or it was told something."""
+        if "reporting" in self.__dict__ or any_given(self.config):
             self.reporting.print_summary(reporter)
 
     def end_isolation(self) -> None:

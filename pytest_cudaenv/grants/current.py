@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
 
 from pytest_cudaenv.grants.grant import Grant
 from pytest_cudaenv.host.devices import CudaDevice
+from pytest_cudaenv.requirements.reason import Reason
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +25,8 @@ class Current:
     nodeid: str
     grant: Grant
     seed: int
+    refuse: Callable[[Sequence[Reason]], NoReturn] = field(repr=False, compare=False)
+    """Ends the running test as one whose needs are not met."""
 
     @property
     def devices(self) -> tuple[CudaDevice, ...]:

@@ -109,7 +109,9 @@ def simulated_host(text: str, software: Software | None = None) -> Host:
     software = software or Software()
     version = software.version("torch") or (software.torch.version if software.torch else None)
     if version is not None and not ("torch" in software.assumed and torch_build_of(version)):
-        build = TorchBuild(version.partition("+")[0], cuda="{}.{}".format(*SIMULATED_DRIVER_CUDA))
+        # CUDA 13 has no code for what is older than Turing.
+        cuda = "{}.{}".format(*SIMULATED_DRIVER_CUDA) if CATALOG[key].capability >= (7, 5) else "12.6"
+        build = TorchBuild(version.partition("+")[0], cuda=cuda)
         software = replace(software, torch=build)
     return Host(
         devices=tuple(simulated_device(key, i) for i in range(count)),

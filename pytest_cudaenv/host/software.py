@@ -182,7 +182,7 @@ def installed_torch() -> TorchBuild | None:
         value = values.get(name)
         return str(value) if value else None
 
-    return TorchBuild(text("__version__") or "unknown", text("cuda"), text("hip"), imported_arch_list())
+    return TorchBuild(text("__version__") or "unknown", text("cuda"), text("hip"))
 
 
 def _constants(source: str) -> dict[str, object]:
@@ -198,6 +198,8 @@ def _constants(source: str) -> dict[str, object]:
 def imported_arch_list() -> tuple[str, ...] | None:
     """Architectures compiled into the torch of this process; None unless torch is imported already.
 
+    To be asked only once CUDA is initialised: torch takes the question itself for the end of safe forks, and every
+    fork after it fails with "Cannot re-initialize CUDA in forked subprocess".
     Asks the extension directly: `torch.cuda.get_arch_list` first asks whether a device is available, which
     would initialise CUDA. https://github.com/pytorch/pytorch/blob/main/torch/cuda/__init__.py
     """

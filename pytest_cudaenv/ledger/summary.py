@@ -36,7 +36,7 @@ class Summary:
             return
         if when == "call" and outcome == "passed" and record.get("ran_on"):
             self.passed[record["ran_on"]] += 1
-        if when != "setup" or outcome == "passed":
+        if when == "teardown" or outcome == "passed":
             return
         for data in record.get("reasons", ()):
             reason = Reason(data["code"], data["need"], data["have"], data["remedy"], Rank(data["rank"]))

@@ -6,6 +6,7 @@ No pytest here: `pytest_cudaenv.decorators` makes the decorators, `pytest_cudaen
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -63,9 +64,18 @@ def requires_cuda(
         devices=devices,
         memory=0 if memory is None else parse_memory(memory),
         capability=_specifiers(capability, "capability"),
-        driver=_specifiers(driver, "driver"),
+        driver=_driver(driver),
         exclusive=exclusive,
     )
+
+
+def _driver(text: str | None) -> tuple[str, ...]:
+    found = _specifiers(text, "driver")
+    if any(int(number) >= 100 for number in re.findall(r"(?<![.\d])\d+", text or "")):
+        raise ValueError(
+            f"driver={text!r}: write the CUDA version that the driver supports (>=12.4), not its own number"
+        )
+    return found
 
 
 def _specifiers(text: str | None, argument: str) -> tuple[str, ...]:

@@ -25,7 +25,8 @@ def parse_memory(value: int | str) -> int:
 
     Raises ValueError, with the grammar, for anything else.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+    # A small number is meant to be something else than bytes.
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1024**2:
         return value
     if isinstance(value, str) and (match := _SIZE.fullmatch(value)):
         unit = match[2].replace("kB", "kB").replace("KB", "kB").replace("kiB", "KiB")

@@ -86,13 +86,20 @@ def device_reasons(device: CudaDevice, torch: TorchBuild | None) -> list[Reason]
 
 
 def _release_archs(device: CudaDevice, torch: TorchBuild) -> tuple[str, ...] | None:
-    """What PyTorch's own wheel of this version holds; None for any other build.
+    """What PyTorch's own wheel of this version holds for such a device; None where nobody says.
 
     A release wheel names its CUDA in its local version. NVIDIA's containers, the wheels for Jetson, conda and
     source builds do not, and are built for what their makers chose.
     """
+    if device.capability in TEGRA:
+        return None
+    return release_archs(torch)
+
+
+def release_archs(torch: TorchBuild) -> tuple[str, ...] | None:
+    """The code in PyTorch's own wheel of this version and CUDA, for this machine; None for any other build."""
     release = torch_build_of(torch.version)
-    if release is None or release.cuda != torch.cuda or torch.cuda is None or device.capability in TEGRA:
+    if release is None or release.cuda != torch.cuda or torch.cuda is None:
         return None
     machine = "aarch64" if platform.machine().lower() in {"aarch64", "arm64"} else "x86_64"
     if told := _told_by_torch(torch, machine):
