@@ -17,12 +17,21 @@ import pytest
 from pytest_cudaenv import compat
 from pytest_cudaenv.grants import coverage_data
 from pytest_cudaenv.grants.device_process import DeviceProcess
-from pytest_cudaenv.grants.grant import Grant
+from pytest_cudaenv.grants.grant import Grant, InProcess
+from pytest_cudaenv.grants.lease import (
+    INHERITED_VARIABLE,
+    Lease,
+    LeaseError,
+    LeaseTable,
+    inherited,
+    lease_directory,
+)
 from pytest_cudaenv.grants.process import end, fork_hazards
 from pytest_cudaenv.grants.transport import Channel, Message
 from pytest_cudaenv.grants.zygote import Forked, Zygote
 from pytest_cudaenv.host.driver import is_cuda_initialised
 from pytest_cudaenv.host.mask import write_mask
+from pytest_cudaenv.requirements.requirement import Requirement, device_reasons
 from pytest_cudaenv.session import PLAN
 
 if TYPE_CHECKING:
@@ -33,6 +42,9 @@ GRACE = 5.0
 
 INTERRUPTED = 30.0
 """Seconds that a device process gets to tear down after Ctrl-C."""
+
+FAIR = 10.0
+"""Seconds after which a process gives its devices to who waits for them, though its next test could use them."""
 
 
 class Isolation:
@@ -45,6 +57,15 @@ class Isolation:
         self.index = {item: place for place, item in enumerate(pytest_session.items)}
         self.process: Forked | None = None
         self.grant: Grant | None = None
+        self.lease: Lease | None = None
+        self.budget: int | None = None
+        """Bytes on each device, where the process shares its devices; None: it has them whole."""
+        self.since = 0.0
+        settings = session.settings
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or f"{os.getpid()}-{time.time_ns()}"
+        folder = lease_directory(settings.lease_dir, os.environ)
+        self.leases = LeaseTable(folder, run=run, inherited=inherited(os.environ))
+        self.policy = InProcess(session.host, session.reading)
         self.last: pytest.Item | None = None
         """The test that the process ran last."""
         compat.make_basetemp(pytest_session.config)  # or each device process makes, and clears, one of its own
@@ -67,35 +88,88 @@ class Isolation:
         """Run a device test in a device process; False for a test that stays in the pytest process."""
         if not self.session.is_device_test(item):
             return False
-        grant = self.session.granter.grant(item.stash[PLAN].requirement, self.grant)
-        if self.process is not None and not (grant == self.grant and self._shares(item)):
+        requirement = item.stash[PLAN].requirement
+        if self.process is not None and not self._serves(item):
             self._close(item)
-        if self.process is None:
-            self.process, self.grant = self._start(grant), grant
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        exiting = self._run_until_it_lives(grant, item, nextitem)
+        exiting = None
+        if self.process is not None or self._acquire(requirement, item):
+            exiting = self._run_until_it_lives(item, nextitem)
         self._tear_down_here(item, nextitem)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        if self._gives_back(nextitem):
+            self._close(item)
         if exiting is not None:
             raise exiting
         return True
 
-    def _run_until_it_lives(
-        self, grant: Grant, item: pytest.Item, nextitem: pytest.Item | None
-    ) -> BaseException | None:
+    def _acquire(self, requirement: Requirement, item: pytest.Item) -> bool:
+        """Lease the devices of a test; False where they could not be had, which is the test's error, never a skip."""
+        host, visible = self.session.host, self.session.reading.devices
+        candidates = [d for d in visible if not device_reasons(requirement, d, host)]
+        self.budget = None if requirement.exclusive else requirement.memory or None
+        try:
+            self.lease = self.leases.acquire(
+                [d.uuid for d in candidates],
+                requirement.device_count,
+                timeout=self.session.settings.wait,
+                memory=self.budget,
+                total={d.uuid: d.total_memory for d in candidates if d.total_memory is not None},
+                test=item.nodeid,
+            )
+        except LeaseError as error:
+            self._fail(item, "setup", f"[device-busy] {error}", _Watch(item))
+            return False
+        self.since = time.monotonic()
+        self.grant = Grant(tuple(d for d in visible if d.uuid in self.lease.uuids))
+        return True
+
+    def _release(self) -> None:
+        if self.lease is not None:
+            self.lease.release()
+        self.lease = self.grant = None
+
+    def _serves(self, item: pytest.Item) -> bool:
+        """Whether the process that is there may run this test: its grant fits, and so does the level of isolation."""
+        requirement = item.stash[PLAN].requirement
+        if self.grant is None or not self.policy.fits(requirement, self.grant):
+            return False
+        if self.budget is not None and (requirement.exclusive or not 0 < requirement.memory <= self.budget):
+            return False  # it shares its devices, and this test would take more of them
+        return self._shares(item)
+
+    def _gives_back(self, nextitem: pytest.Item | None) -> bool:
+        """Whether the devices are wanted more elsewhere than here."""
+        if self.process is None or self.lease is None:
+            return False
+        if nextitem is None:
+            return True
+        needed = self.session.is_device_test(nextitem) and self._serves(nextitem)
+        if needed and time.monotonic() - self.since < FAIR:
+            return False
+        with contextlib.suppress(LeaseError):
+            return self.leases.waited_for(self.lease.uuids)
+        return False
+
+    def _run_until_it_lives(self, item: pytest.Item, nextitem: pytest.Item | None) -> BaseException | None:
         """Run a test; again, in a new process, if it died and pytest-rerunfailures would run it again."""
         for left in range(reruns_of(item), -1, -1):
-            process = self.process or self._start(grant)
-            self.process = process
+            if self.process is None:
+                if self.lease is None and not self._acquire(item.stash[PLAN].requirement, item):
+                    return None
+                self.process = self._start()
             watch = _Watch(item, reruns_left=left)
-            exiting = self._run(process, watch, item, nextitem)
+            exiting = self._run(self.process, watch, item, nextitem)
             if exiting is not None or not watch.died:
                 return exiting
         return None
 
-    def _start(self, grant: Grant) -> Forked:
+    def _start(self) -> Forked:
+        assert self.grant is not None
         host = self.session.host
-        return self.zygote.fork({"environ": write_mask(grant.devices, os.environ, host.devices, host.fastest_first)})
+        mask = write_mask(self.grant.devices, os.environ, host.devices, host.fastest_first)
+        inner = ",".join(d.uuid for d in self.grant.devices)
+        return self.zygote.fork({"environ": {**mask, INHERITED_VARIABLE: inner}})
 
     def _shares(self, item: pytest.Item) -> bool:
         """Whether the level of isolation lets this test run in the process of the last one."""
@@ -123,6 +197,7 @@ class Isolation:
         done = self._listen(process, watch, item)
         if done is None:
             self.process = None
+            self._release()
             if watch.interrupted:
                 return KeyboardInterrupt()
             watch.died = True
@@ -212,6 +287,7 @@ class Isolation:
         process.kill()
         self.zygote.wait(process, 10.0)
         process.channel.close()
+        self._release()
         if not any(outcome == "failed" for _, outcome in watch.reported):
             text = f"[cuda-sticky] this test left CUDA broken ({error}); its device process was ended"
             self._fail(item, "teardown", text, watch)
@@ -260,6 +336,7 @@ class Isolation:
             process.kill()
             self.zygote.wait(process, 10.0)
         process.channel.close()
+        self._release()
 
     def end(self) -> None:
         """End the last process and the zygote."""

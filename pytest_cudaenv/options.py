@@ -57,6 +57,17 @@ OPTIONS = (
         choices=("session", "module", "function", "off"),
     ),
     Option(
+        "wait",
+        "how long a device test waits for devices that other runs hold, before it is an error (default: 600)",
+        "SECONDS",
+        default="600",
+    ),
+    Option(
+        "lease-dir",
+        "folder of the locks on devices, shared by all runs that share them (containers: mount one)",
+        "PATH",
+    ),
+    Option(
         "simulate",
         "decide everything as on that host, h100 or h100:2; with --collect-only: what would run there?",
         "NAME[:COUNT]",

@@ -22,6 +22,9 @@ class Settings:
     visible: str | None = None
     unmet: str = "skip"
     isolation: str = "off"
+    wait: float = 600.0
+    """Seconds that a device test waits for other runs; waiting for its own run has no limit."""
+    lease_dir: str | None = None
     simulate: str | None = None
     assume: tuple[str, ...] = ()
     only_attn_backends: tuple[str, ...] = ()
@@ -54,6 +57,8 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] | None = None) -> 
         visible=values["visible"],
         unmet=values["unmet"],
         isolation=values["isolation"],
+        wait=_seconds(values["wait"]),
+        lease_dir=values["lease-dir"],
         simulate=values["simulate"],
         assume=values["assume"],
         only_attn_backends=values["attn-backends"],
@@ -62,6 +67,16 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] | None = None) -> 
         dtypes=_ini_list(config, "cuda_dtypes", provenance),
         provenance=provenance,
     )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise pytest.UsageError(f"--cuda-wait: {text!r}: write a number of seconds")
+    return seconds
 
 
 def with_canonical_names(settings: Settings) -> Settings:

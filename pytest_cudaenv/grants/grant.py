@@ -39,10 +39,11 @@ class InProcess:
 
     def grant(self, requirement: Requirement, held: Grant | None) -> Grant:
         """What the last test held, while it fits; otherwise the first devices that do, or the CPU."""
-        if held is not None and self._fits(requirement, held):
+        if held is not None and self.fits(requirement, held):
             return held
         return Grant(fitting(requirement, self.host, self.reading.devices) or ())
 
-    def _fits(self, requirement: Requirement, held: Grant) -> bool:
+    def fits(self, requirement: Requirement, held: Grant) -> bool:
+        """Whether a grant is as large as the requirement asks for, and each of its devices meets it."""
         count = requirement.device_count if self.reading.devices else 0
         return len(held.devices) == count and not any(device_reasons(requirement, d, self.host) for d in held.devices)
