@@ -157,7 +157,12 @@ class Isolation:
             if self.process is None:
                 if self.lease is None and not self._acquire(item.stash[PLAN].requirement, item):
                     return None
-                self.process = self._start()
+                try:
+                    self.process = self._start()
+                except OSError as error:
+                    self._release()
+                    self._fail(item, "setup", f"[device-process-death] no device process: {error}", _Watch(item))
+                    return None
             watch = _Watch(item, reruns_left=left)
             exiting = self._run(self.process, watch, item, nextitem)
             if exiting is not None or not watch.died:

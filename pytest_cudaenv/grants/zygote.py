@@ -72,8 +72,12 @@ class Zygote:
     def fork(self, order: Message) -> Forked:
         """A new device process, which `serve`s this order. Raises OSError where the zygote has died."""
         ours, theirs = channels()
-        self.channel.send({"fork": order}, fds=(theirs.fileno(),))
-        theirs.close()
+        try:
+            self.channel.send({"fork": order}, fds=(theirs.fileno(),))
+        except OSError:
+            raise OSError("the zygote has died") from None
+        finally:
+            theirs.close()
         while True:
             message = self.channel.receive()
             if message is None:

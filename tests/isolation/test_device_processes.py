@@ -360,3 +360,18 @@ def test_debugging_is_under_the_mask_of_the_test(
     )
     for answer in answers:
         assert answer in done.stdout
+
+
+def test_without_a_zygote_device_tests_are_errors_and_the_run_goes_on(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import os, signal
+        def test_kills_the_zygote(cuda_device): os.kill(os.getppid(), signal.SIGKILL)
+        def test_device(cuda_device): pass
+        def test_cpu(): pass
+        """
+    )
+    result = run(pytester)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert result.parseoutcomes()["passed"] == 1
+    result.stdout.fnmatch_lines(["*[[]device-process-death[]] no device process: the zygote has died*"])
