@@ -19,7 +19,7 @@ test: $(STAMP)  ## linters, types and every test; needs no GPU
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n auto tests
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto tests
 
 lint: $(STAMP)
 	$(BIN)/ruff check --fix .

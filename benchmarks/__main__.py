@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import collection, startup
+from benchmarks import collection, isolation, startup
 
-for benchmark in (startup, collection):
+for benchmark in (startup, collection, isolation):
     benchmark.main()

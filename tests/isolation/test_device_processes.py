@@ -365,8 +365,10 @@ def test_debugging_is_under_the_mask_of_the_test(
 def test_without_a_zygote_device_tests_are_errors_and_the_run_goes_on(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
-        import os, signal
-        def test_kills_the_zygote(cuda_device): os.kill(os.getppid(), signal.SIGKILL)
+        import os, signal, time
+        def test_kills_the_zygote(cuda_device):
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(30)  # it dies with the zygote
         def test_device(cuda_device): pass
         def test_cpu(): pass
         """

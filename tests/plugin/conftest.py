@@ -22,6 +22,8 @@ def _only_what_a_test_sets(pytester: pytest.Pytester, monkeypatch: pytest.Monkey
     for name in [n for n in os.environ if n in OURS or n.startswith("CUDAENV_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:randomly")
+    # Hundreds of starts: each would compile the package again.
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
 
 
 @pytest.fixture
