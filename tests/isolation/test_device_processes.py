@@ -144,16 +144,19 @@ def test_a_grandchild_that_holds_on_does_not_hide_a_death(pytester: pytest.Pytes
         """
         import os, signal, time
         def test_dies(cuda_device):
-            if os.fork() == 0:
-                time.sleep(30)
+            child = os.fork()
+            if child == 0:
+                time.sleep(600)
                 os._exit(0)
+            with open("grandchild", "w") as file: file.write(str(child))
             os.kill(os.getpid(), signal.SIGKILL)
         def test_after(cuda_device): pass
         """
     )
-    started = time.monotonic()
     run(pytester).assert_outcomes(passed=1, failed=1)
-    assert time.monotonic() - started < 25  # not the grandchild's half minute
+    grandchild = int((pytester.path / "grandchild").read_text())
+    assert alive({grandchild})  # nobody waited for it
+    os.kill(grandchild, signal.SIGKILL)
 
 
 def test_a_deadline_is_a_failure_of_its_test(pytester: pytest.Pytester) -> None:
@@ -179,15 +182,13 @@ def test_a_deadline_is_enforced_from_outside(pytester: pytest.Pytester) -> None:
         @pytest.mark.timeout(1)
         def test_stuck(cuda_device):
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-            time.sleep(60)
+            time.sleep(600)
         def test_after(cuda_device): pass
         """
     )
-    started = time.monotonic()
     result = run(pytester)
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*did not end within 5 s of its deadline and was killed during call*"])
-    assert time.monotonic() - started < 50
 
 
 def alive(pids: set[int]) -> set[int]:
