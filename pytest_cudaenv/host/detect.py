@@ -146,10 +146,10 @@ def _is_proven_none(nvml: NvmlAnswer, root: Path) -> bool:
         return not _nodes(root, GPU_NODES)
     if _has_driver_traces(root):
         return False
-    if nvml.library_found and nvml.problem.code == "driver-not-loaded":
+    if nvml.found_library and nvml.problem.code == "driver-not-loaded":
         # An image made for GPUs, with NVML in it, on a machine without: only the bus can tell.
         return _has_nvidia_gpu_on_bus(root) is False
-    return not nvml.library_found
+    return not nvml.found_library
 
 
 def _has_driver_traces(root: Path) -> bool:

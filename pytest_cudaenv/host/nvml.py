@@ -64,7 +64,7 @@ class NvmlAnswer:
     driver_cuda: Capability | None = None
     """The newest CUDA version that the driver supports, (major, minor)."""
     problem: Problem | None = None
-    library_found: bool = False
+    found_library: bool = False
     """Whether there is an NVML on this machine, working or not."""
     notes: tuple[str, ...] = ()
     """One for each GPU that is left out, and why."""
@@ -84,7 +84,7 @@ def read_nvml(root: Path = Path("/")) -> NvmlAnswer:
     nvml = _Nvml(binding)
     code = nvml.ask("nvmlInit").code
     if code != SUCCESS:
-        return NvmlAnswer(problem=_problem_of(code), library_found=code != LIBRARY_NOT_FOUND)
+        return NvmlAnswer(problem=_problem_of(code), found_library=code != LIBRARY_NOT_FOUND)
     try:
         return _read(nvml, root)
     finally:
@@ -194,7 +194,7 @@ def _read(nvml: _Nvml, root: Path) -> NvmlAnswer:
     driver = _text(nvml.ask("nvmlSystemGetDriverVersion").value)
     # Version 2 asks the libcuda that a program would load; version 1 answers from the driver alone.
     version = nvml.ask_first("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion").value
-    answer = NvmlAnswer(driver=driver, driver_cuda=cuda_version(version), library_found=True)
+    answer = NvmlAnswer(driver=driver, driver_cuda=cuda_version(version), found_library=True)
     count = nvml.ask("nvmlDeviceGetCount")
     if count.code != SUCCESS:
         return replace(answer, problem=_problem_of(count.code))

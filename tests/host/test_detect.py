@@ -20,14 +20,14 @@ from pytest_cudaenv.host.software import Software, TorchBuild
 from tests.native.build import FakeGpu, client_environment, cuda_environment, nvml_environment
 
 MISSING = NvmlAnswer(problem=PROBLEMS["nvml-missing"])
-NOT_LOADED = NvmlAnswer(problem=PROBLEMS["driver-not-loaded"], library_found=True)
+NOT_LOADED = NvmlAnswer(problem=PROBLEMS["driver-not-loaded"], found_library=True)
 NO_CUDA = DriverAnswer(None, "libcuda.so.1 can't be loaded")
 
 H100, H100_TOO, T4 = simulated_device("h100", 0), simulated_device("h100", 1), simulated_device("t4", 2)
 
 
 def working(*devices: CudaDevice) -> NvmlAnswer:
-    return NvmlAnswer(renumbered(devices), "580.159.04", (13, 0), library_found=True)
+    return NvmlAnswer(renumbered(devices), "580.159.04", (13, 0), found_library=True)
 
 
 @dataclass
@@ -98,7 +98,7 @@ class TestWorkingNvml:
         assert machine.detect().notes == ("one is lost",)
 
     def test_every_gpu_lost_is_a_problem(self, machine: Machine) -> None:
-        machine.nvml = NvmlAnswer(problem=PROBLEMS["gpu-lost"], library_found=True, notes=("it is lost",))
+        machine.nvml = NvmlAnswer(problem=PROBLEMS["gpu-lost"], found_library=True, notes=("it is lost",))
         host = machine.detect()
         assert (host.devices, host.problem) == ((), PROBLEMS["gpu-lost"])
         assert host.notes[0] == "it is lost"
@@ -178,14 +178,14 @@ class TestMissingNvml:
 class TestFailingNvml:
     def test_mismatch_asks_nothing(self, machine: Machine) -> None:
         # NVML-1: CUDA is as broken.
-        machine.nvml = NvmlAnswer(problem=PROBLEMS["nvml-mismatch"], library_found=True)
+        machine.nvml = NvmlAnswer(problem=PROBLEMS["nvml-mismatch"], found_library=True)
         machine.cuda = DriverAnswer(0, devices=(H100,))
         host = machine.detect()
         assert (host.devices, host.problem, machine.asked) == ((), PROBLEMS["nvml-mismatch"], [])
 
     @pytest.mark.parametrize("code", ["nvml-permission", "nvml-unknown", "nvml-too-old"])
     def test_cuda_may_work_all_the_same(self, machine: Machine, code: str) -> None:
-        machine.nvml = NvmlAnswer(problem=PROBLEMS[code], library_found=True)
+        machine.nvml = NvmlAnswer(problem=PROBLEMS[code], found_library=True)
         host = machine.detect()
         assert (host.devices, host.problem) == ((), PROBLEMS[code])
         machine.cuda = DriverAnswer(0, version=(13, 0), devices=(H100,))

@@ -55,7 +55,7 @@ def test_what_a_working_nvml_tells(read: ReadNvml) -> None:
     assert device.multiprocessors is None
     assert not device.is_mig
     assert (answer.driver, answer.driver_cuda) == ("580.159.04", (13, 0))
-    assert answer.library_found
+    assert answer.found_library
     assert (answer.problem, answer.notes) == (None, ())
 
 
@@ -76,7 +76,7 @@ def test_order_is_that_of_the_pci_bus(read: ReadNvml) -> None:
 
 def test_no_gpu_is_not_a_problem(read: ReadNvml) -> None:
     answer = read()
-    assert (answer.devices, answer.problem, answer.library_found) == ((), None, True)
+    assert (answer.devices, answer.problem, answer.found_library) == ((), None, True)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_no_gpu_is_not_a_problem(read: ReadNvml) -> None:
 )
 def test_failing_init_is_a_problem_of_its_own(read: ReadNvml, code: int, problem: str) -> None:
     answer = read(H100, init=code)
-    assert answer == NvmlAnswer(problem=PROBLEMS[problem], library_found=True)
+    assert answer == NvmlAnswer(problem=PROBLEMS[problem], found_library=True)
 
 
 def test_mismatch_says_to_reboot_or_reload() -> None:
@@ -121,7 +121,7 @@ def test_missing_library(ask: Callable[..., Any], tmp_path: Path) -> None:
     # An empty file of that name can't be loaded: the same answer on a machine that has a real one.
     (tmp_path / "libnvidia-ml.so.1").touch()
     answer = ask("read_nvml()", client_environment(tmp_path))
-    assert (answer.library_found, answer.devices) == (False, ())
+    assert (answer.found_library, answer.devices) == (False, ())
     assert answer.problem == PROBLEMS["nvml-missing"]
 
 
@@ -373,7 +373,7 @@ class TestWsl:
         self, ask: Callable[..., Any], wrong_first: dict[str, str], root: Path
     ) -> None:
         (root / "proc/version").write_text("Linux version 6.8.0-45-generic (gcc)\n")
-        assert not ask(f"read_nvml(Path({str(root)!r}))", wrong_first).library_found
+        assert not ask(f"read_nvml(Path({str(root)!r}))", wrong_first).found_library
 
     def test_unusable_windows_library_is_passed_over(
         self, ask: Callable[..., Any], nvml_folder: Path, root: Path
@@ -438,7 +438,7 @@ def test_binding_that_warns_at_import(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_binding_that_is_missing_or_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     answer = read_nvml(tmp_path)
-    assert (answer.library_found, answer.problem) == (False, PROBLEMS["nvml-missing"])
+    assert (answer.found_library, answer.problem) == (False, PROBLEMS["nvml-missing"])
     assert "pynvml" in answer.notes[0]
 
 
