@@ -118,7 +118,7 @@ class Isolation:
                 test=item.nodeid,
             )
         except LeaseError as error:
-            self._fail(item, "setup", f"[device-busy] {error}", _Watch(item))
+            self._fail(item, "setup", f"[device-busy] {error}", _Watch())
             return False
         self.since = time.monotonic()
         self.grant = Grant(tuple(d for d in visible if d.uuid in self.lease.uuids))
@@ -161,9 +161,9 @@ class Isolation:
                     self.process = self._start()
                 except OSError as error:
                     self._release()
-                    self._fail(item, "setup", f"[device-process-death] no device process: {error}", _Watch(item))
+                    self._fail(item, "setup", f"[device-process-death] no device process: {error}", _Watch())
                     return None
-            watch = _Watch(item, reruns_left=left)
+            watch = _Watch(reruns_left=left)
             exiting = self._run(self.process, watch, item, nextitem)
             if exiting is not None or not watch.died:
                 return exiting
@@ -332,7 +332,7 @@ class Isolation:
         with contextlib.suppress(OSError):
             process.channel.send({"close": True})
         if owner is not None:
-            watch = _Watch(owner)
+            watch = _Watch()
             watch.deadline = time.monotonic() + 60
             last = self._listen(process, watch, owner)
             if last is not None and last.get("coverage"):
@@ -352,8 +352,7 @@ class Isolation:
 class _Watch:
     """What is known of a running test from outside."""
 
-    def __init__(self, item: pytest.Item, reruns_left: int = 0) -> None:
-        self.item = item
+    def __init__(self, reruns_left: int = 0) -> None:
         self.reruns_left = reruns_left
         self.died = False
         self.started = time.monotonic()

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Names that begin like this plugin's variables and are none, as a typing error makes them."""
-    known = {option.variable for option in OPTIONS} | {APPLIED, "CUDAENV_LEASE", "CUDAENV_LEASE_DIR"}
+    from pytest_cudaenv.grants.lease import INHERITED_VARIABLE
+
+    known = {option.variable for option in OPTIONS} | {APPLIED, INHERITED_VARIABLE}
     return sorted(name for name in environ if name.startswith("CUDAENV_") and name not in known)
 
 
