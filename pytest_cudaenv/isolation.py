@@ -17,9 +17,8 @@ import pytest
 from pytest_cudaenv import compat
 from pytest_cudaenv.grants import coverage_data
 from pytest_cudaenv.grants.device_process import DeviceProcess
-from pytest_cudaenv.grants.grant import Grant, InProcess
+from pytest_cudaenv.grants.grant import INHERITED_VARIABLE, Grant, InProcess
 from pytest_cudaenv.grants.lease import (
-    INHERITED_VARIABLE,
     Lease,
     LeaseError,
     LeaseTable,

@@ -9,6 +9,9 @@ from pytest_cudaenv.host.devices import CudaDevice, Host
 from pytest_cudaenv.host.mask import MaskReading
 from pytest_cudaenv.requirements.requirement import Requirement, device_reasons, fitting
 
+INHERITED_VARIABLE = "CUDAENV_LEASE"
+"""Names to child processes the devices that the test around them holds."""
+
 
 @dataclass(frozen=True)
 class Grant:

@@ -32,8 +32,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pytest_cudaenv.grants.grant import INHERITED_VARIABLE
+
 DIRECTORY_VARIABLE = "CUDAENV_LEASE_DIR"
-INHERITED_VARIABLE = "CUDAENV_LEASE"
 
 SHARED_DIRECTORY = Path("/tmp/pytest-cudaenv-leases")
 """Fixed, and not below TMPDIR: that differs between the users, jobs and runs that must see each other's locks."""
