@@ -6,8 +6,10 @@ not list, so that a new pytest is one file's work.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -215,14 +217,16 @@ def teardown_report(item: pytest.Item, error: BaseException) -> pytest.TestRepor
     return pytest.TestReport.from_item_and_call(item, call)
 
 
-def make_basetemp(config: pytest.Config) -> None:
-    """Have the run's temporary folder made now, so that forks of this process share it.
+def make_basetemp(config: pytest.Config) -> Path | None:
+    """Have the run's temporary folder made now, so that forks of this process share it; None without `tmpdir`.
 
     `_tmp_path_factory`: https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/tmpdir.py (pytest_configure)
     """
     factory = getattr(config, "_tmp_path_factory", None)
-    if factory is not None:
-        factory.getbasetemp()
+    if factory is None:
+        return None
+    basetemp: Path = factory.getbasetemp()
+    return basetemp
 
 
 def drain_capture(config: pytest.Config) -> tuple[str, str]:
@@ -247,3 +251,45 @@ def worker_descriptors(config: pytest.Config) -> list[int]:
     io = getattr(getattr(getattr(interactor, "channel", None), "gateway", None), "_io", None)
     files = [getattr(io, name, None) for name in ("infile", "outfile")]
     return [file.fileno() for file in files if file is not None]
+
+
+def silence(config: pytest.Config, plugin: object) -> None:
+    """Call none of a plugin's hooks any more, and leave it registered for those who look it up.
+
+    https://github.com/pytest-dev/pluggy/blob/1.6.0/src/pluggy/_hooks.py (HookCaller._remove_plugin)
+    """
+    for caller in config.pluginmanager.get_hookcallers(plugin) or ():
+        with contextlib.suppress(ValueError):
+            caller._remove_plugin(plugin)
+
+
+@contextlib.contextmanager
+def uncaptured(config: pytest.Config) -> Iterator[None]:
+    """A block in which descriptors 0 to 2 are those that pytest was started with.
+
+    Between the phases of tests only standard input is not; what resumes the capture then resumes that as well:
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/capture.py (MultiCapture.resume_capturing)
+    """
+    manager: Any = config.pluginmanager.get_plugin("capturemanager")
+    capturing = getattr(manager, "_global_capturing", None)
+    was_started = capturing is not None and capturing.is_started()
+    if capturing is not None:
+        manager.suspend_global_capture(in_=True)
+    try:
+        yield
+    finally:
+        if was_started:
+            manager.resume_global_capture()
+
+
+def collected_id(item: pytest.Item) -> str:
+    """A test's id as it was collected, without the group that xdist appends in workers under `--dist loadgroup`.
+
+    https://github.com/pytest-dev/pytest-xdist/blob/v3.8.0/src/xdist/remote.py (pytest_collection_modifyitems)
+    """
+    if not getattr(item.config.option, "loadgroup", False):
+        return item.nodeid
+    names: set[str] = set()
+    for mark in item.iter_markers("xdist_group"):
+        names.add(str(mark.args[0] if mark.args else mark.kwargs.get("name", "default")))
+    return item.nodeid.removesuffix(f"@{'_'.join(sorted(names))}") if names else item.nodeid

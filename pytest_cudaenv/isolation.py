@@ -1,23 +1,22 @@
-"""Device tests in device processes: which process runs a test, what comes back, and what a death means."""
+"""Device tests in device processes: which process runs a test, and what becomes of it afterwards."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import os
-import selectors
-import signal
 import time
-import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_cudaenv import compat
+from pytest_cudaenv.attempt import DEATH, Attempt
 from pytest_cudaenv.grants import coverage_data
 from pytest_cudaenv.grants.device_process import DeviceProcess
 from pytest_cudaenv.grants.grant import INHERITED_VARIABLE, Grant, InProcess
+from pytest_cudaenv.grants.interpreter import Interpreters
 from pytest_cudaenv.grants.lease import (
     Lease,
     LeaseError,
@@ -25,25 +24,26 @@ from pytest_cudaenv.grants.lease import (
     inherited,
     lease_directory,
 )
-from pytest_cudaenv.grants.process import end, fork_hazards
+from pytest_cudaenv.grants.process import end, pause_openmp
+from pytest_cudaenv.grants.source import Child, Source
 from pytest_cudaenv.grants.transport import Channel, Message
-from pytest_cudaenv.grants.zygote import Forked, Zygote
-from pytest_cudaenv.host.driver import is_cuda_initialised
-from pytest_cudaenv.host.mask import write_mask
+from pytest_cudaenv.grants.zygote import Zygote
+from pytest_cudaenv.host.mask import DEVICE_ORDER, VISIBLE_DEVICES, write_mask
+from pytest_cudaenv.interpreter import ELSEWHERE, order
 from pytest_cudaenv.requirements.requirement import Requirement, device_reasons
 from pytest_cudaenv.session import PLAN
 
 if TYPE_CHECKING:
     from pytest_cudaenv.session import CudaSession
 
-GRACE = 5.0
-"""Seconds that a test gets past its deadline, before its process is killed from outside."""
-
-INTERRUPTED = 30.0
-"""Seconds that a device process gets to tear down after Ctrl-C."""
-
 FAIR = 10.0
 """Seconds after which a process gives its devices to who waits for them, though its next test could use them."""
+
+CLOSING = 60.0
+"""Seconds that a device process gets to tear down at its end."""
+
+LOOKING_AGAIN = 120.0
+"""Seconds that a test which broke CUDA gets to show where it did; with its own deadline, if that is sooner."""
 
 
 class Isolation:
@@ -54,7 +54,8 @@ class Isolation:
         self.pytest_session = pytest_session
         self.level = level
         self.index = {item: place for place, item in enumerate(pytest_session.items)}
-        self.process: Forked | None = None
+        self.child: Child | None = None
+        """The device process that is there."""
         self.grant: Grant | None = None
         self.lease: Lease | None = None
         self.budget: int | None = None
@@ -67,8 +68,21 @@ class Isolation:
         self.policy = InProcess(session.host, session.reading)
         self.last: pytest.Item | None = None
         """The test that the process ran last."""
+        self.started = 0
+        """How many device processes were started."""
         compat.make_basetemp(pytest_session.config)  # or each device process makes, and clears, one of its own
-        self.zygote = Zygote.start(self._serve, self._prepare)
+        pause_openmp()
+        self.is_poisoned = False
+        """Device processes are fresh interpreters, as this process cannot be forked."""
+        self.source = self._source()
+
+    def _source(self) -> Source:
+        if (why := self.session.poison.why_not_forked()) is None:
+            return Zygote.fork(self._serve, self._prepare)
+        self.is_poisoned = True
+        text = f"[no-fork] {why}: device processes are fresh interpreters, which import everything again"
+        self.pytest_session.config.issue_config_time_warning(pytest.PytestWarning(text), stacklevel=2)
+        return Interpreters(os.environ, str(self.pytest_session.config.invocation_params.dir))
 
     # In the zygote and in device processes ---------------------------------------------------------------------
 
@@ -77,9 +91,11 @@ class Isolation:
             with contextlib.suppress(OSError):
                 os.close(descriptor)  # a controller must see its worker's death, whatever the worker has forked
 
-    def _serve(self, channel: Channel, order: Message) -> None:
+    def _serve(self, channel: Channel, order: Message, fds: Sequence[int]) -> None:
         self.session.enter_device_process()
-        end(0, before=lambda: DeviceProcess(self.pytest_session, channel).serve(order))
+        lease = Lease.adopt(fds, order["devices"])
+        process = DeviceProcess(self.pytest_session, channel, lease, lambda index: self.pytest_session.items[index])
+        end(0, before=lambda: process.serve(order))
 
     # In the pytest process -------------------------------------------------------------------------------------
 
@@ -88,11 +104,11 @@ class Isolation:
         if not self.session.is_device_test(item):
             return False
         requirement = item.stash[PLAN].requirement
-        if self.process is not None and not self._serves(item):
+        if self.child is not None and not self._serves(item):
             self._close(item)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         exiting = None
-        if self.process is not None or self._acquire(requirement, item):
+        if self.child is not None or self._acquire(requirement, item):
             exiting = self._run_until_it_lives(item, nextitem)
         self._tear_down_here(item, nextitem)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
@@ -117,7 +133,7 @@ class Isolation:
                 test=item.nodeid,
             )
         except LeaseError as error:
-            self._fail(item, "setup", f"[device-busy] {error}", _Watch())
+            self._error(item, f"[device-busy] {error}")
             return False
         self.since = time.monotonic()
         self.grant = Grant(tuple(d for d in visible if d.uuid in self.lease.uuids))
@@ -139,7 +155,7 @@ class Isolation:
 
     def _gives_back(self, nextitem: pytest.Item | None) -> bool:
         """Whether the devices are wanted more elsewhere than here."""
-        if self.process is None or self.lease is None:
+        if self.child is None or self.lease is None:
             return False
         if nextitem is None:
             return True
@@ -151,29 +167,50 @@ class Isolation:
         return False
 
     def _run_until_it_lives(self, item: pytest.Item, nextitem: pytest.Item | None) -> BaseException | None:
-        """Run a test; again, in a new process, if it died and pytest-rerunfailures would run it again."""
-        for left in range(reruns_of(item), -1, -1):
-            if self.process is None:
+        """Run a test; in a new process again, if CUDA or its process died and pytest-rerunfailures would run it again.
+
+        Returns what ends the run.
+        """
+        left = reruns_of(item)
+        while True:
+            if self.child is None:
                 if self.lease is None and not self._acquire(item.stash[PLAN].requirement, item):
                     return None
                 try:
-                    self.process = self._start()
+                    self.child = self._start(item)
                 except OSError as error:
                     self._release()
-                    self._fail(item, "setup", f"[device-process-death] no device process: {error}", _Watch())
+                    self._error(item, f"[{DEATH}] no device process: {error}")
                     return None
-            watch = _Watch(reruns_left=left)
-            exiting = self._run(self.process, watch, item, nextitem)
-            if exiting is not None or not watch.died:
+            attempt = Attempt(self.session, item, reruns_left=left)
+            exiting, again = self._run(self.child, attempt, item, nextitem)
+            attempt.flush()
+            left -= attempt.reruns
+            if exiting is not None or not again:
                 return exiting
-        return None
 
-    def _start(self) -> Forked:
+    def _start(self, item: pytest.Item, **environ: str) -> Child:
+        """A device process with the grant, and a copy of the lease. Raises OSError where there is none."""
         assert self.grant is not None
+        assert self.lease is not None
         host = self.session.host
         mask = write_mask(self.grant.devices, os.environ, host.devices, host.fastest_first)
-        inner = ",".join(d.uuid for d in self.grant.devices)
-        return self.zygote.fork({"environ": {**mask, INHERITED_VARIABLE: inner}})
+        uuids = [d.uuid for d in self.grant.devices]
+        message: Message = {"environ": {**mask, INHERITED_VARIABLE: ",".join(uuids), **environ}, "devices": uuids}
+        self.started += 1
+        if not self.is_poisoned:
+            return self.source.start(message, self.lease.filenos())
+        config = self.pytest_session.config
+        message |= {**order(config, self.started), "path": str(item.path)}
+        message["outer"] = {name: os.environ[name] for name in (VISIBLE_DEVICES, DEVICE_ORDER) if name in os.environ}
+        with compat.uncaptured(config):  # the interpreter captures for itself, and debuggers need the terminal
+            return self.source.start(message, self.lease.filenos())
+
+    def _refer(self, item: pytest.Item) -> Any:
+        """A test, in the words of the device process."""
+        if not self.is_poisoned:
+            return self.index[item]
+        return {"nodeid": compat.collected_id(item), "path": str(item.path)}
 
     def _shares(self, item: pytest.Item) -> bool:
         """Whether the level of isolation lets this test run in the process of the last one."""
@@ -185,135 +222,93 @@ class Isolation:
             return True
         return self.level == "module" and item.getparent(pytest.Module) is self.last.getparent(pytest.Module)
 
-    def _run(
-        self, process: Forked, watch: _Watch, item: pytest.Item, nextitem: pytest.Item | None
-    ) -> BaseException | None:
+    def _ask(self, child: Child, attempt: Attempt, nextitem: pytest.Item | None) -> Message | None:
+        """Have a test run in a process; the process's last word on it, or None where it died before that."""
         faulthandler.cancel_dump_traceback_later()
-        self.last = item
+        item, following = attempt.item, None
+        if nextitem is not None:
+            is_near = not self.is_poisoned or nextitem.path == item.path
+            following = self._refer(nextitem) if is_near else ELSEWHERE
+        message = {"run": self._refer(item), "next": following, "testsfailed": self.pytest_session.testsfailed}
+        if attempt.reruns_left or reruns_of(item):
+            message["reruns"] = attempt.reruns_left
         with contextlib.suppress(OSError):
-            process.channel.send(
-                {
-                    "run": self.index[item],
-                    "next": None if nextitem is None else self.index[nextitem],
-                    "testsfailed": self.pytest_session.testsfailed,
-                }
-            )
-        done = self._listen(process, watch, item)
+            child.channel.send(message)
+        return attempt.listen(self.source, child)
+
+    def _run(
+        self, child: Child, attempt: Attempt, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> tuple[BaseException | None, bool]:
+        """Run a test in a process. Returns what ends the run, and whether the test is to run again."""
+        self.last = item
+        done = self._ask(child, attempt, nextitem)
         if done is None:
-            self.process = None
+            self.child = None
             self._release()
-            if watch.interrupted:
-                return KeyboardInterrupt()
-            watch.died = True
-            self._report_death(process, watch, item)
-            return None
+            if attempt.interrupted:
+                return KeyboardInterrupt(), False
+            attempt.fail_dead(child)
+            return None, attempt.reruns_left > 0
         state = done["done"]
         self.pytest_session.shouldfail = self.pytest_session.shouldfail or state["shouldfail"]
         self.pytest_session.shouldstop = self.pytest_session.shouldstop or state["shouldstop"]
         if "sticky" in done:
-            self._end_broken(process, done["sticky"], watch, item)
+            self._end_broken(child, done["sticky"], attempt)
+        if "missing" in done:
+            text = "the file in which this test stands could not be collected again in a fresh interpreter"
+            attempt.fail(f"[no-fork] {text}:\n{done['missing']}", "setup")
         if "internal" in done:
-            self._fail(item, "call", f"the device process failed inside pytest:\n{done['internal']}", watch)
+            attempt.fail(f"the device process failed inside pytest:\n{done['internal']}", "call")
         if "exit" in done:
-            return pytest.exit.Exception(done["exit"]["reason"], done["exit"]["returncode"])
-        return KeyboardInterrupt() if "interrupted" in done or watch.interrupted else None
+            return pytest.exit.Exception(done["exit"]["reason"], done["exit"]["returncode"]), False
+        interrupted = "interrupted" in done or attempt.interrupted
+        return KeyboardInterrupt() if interrupted else None, "cut short" in done and not interrupted
 
-    def _listen(self, process: Forked, watch: _Watch, item: pytest.Item) -> Message | None:
-        """Pass on what the process reports; its last word, or None where it died before that."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.channel, selectors.EVENT_READ, "report")
-            selector.register(self.zygote.channel, selectors.EVENT_READ, "death")
-            while True:
-                while (message := process.channel.pending()) is not None:
-                    if "done" in message or "closed" in message:
-                        return message
-                    self._take(message, watch, item)
-                # Death is what waitpid says, never the end of the stream: grandchildren may hold the other end.
-                if process.status is not None and not _readable(process.channel):
-                    return None
-                try:
-                    ready = selector.select(watch.remaining())
-                except KeyboardInterrupt:
-                    # The device process has it too, and is tearing down; who insists need not wait for that.
-                    if watch.interrupted:
-                        raise
-                    watch.interrupted, watch.deadline = True, time.monotonic() + INTERRUPTED
-                    continue
-                if not ready:
-                    watch.killed = True
-                    process.kill(signal.SIGABRT)
-                    if not self.zygote.wait(process, 2.0):
-                        process.kill()
-                        self.zygote.wait(process, 10.0)
-                for key, _ in ready:
-                    if key.data == "report" and not process.channel.fill():
-                        selector.unregister(process.channel)
-                    elif key.data == "death" and not self.zygote.note_deaths():
-                        process.status = process.status or signal.SIGKILL
-                        selector.unregister(self.zygote.channel)
-
-    def _take(self, message: Message, watch: _Watch, item: pytest.Item) -> None:
-        config = item.config
-        if "phase" in message:
-            watch.phase = message["phase"]
-        elif "deadline" in message:
-            watch.deadline = time.monotonic() + message["deadline"] + GRACE
-        elif "report" in message:
-            report = config.hook.pytest_report_from_serializable(config=config, data=message["report"])
-            if message["late"] and report.nodeid != item.nodeid:
-                # xdist takes reports of the running test only; the text says whose it is.
-                report.longrepr = f"teardown of {report.nodeid}, at the end of its device process:\n{report.longrepr}"
-                report.nodeid = item.nodeid
-            watch.reported.append((report.when, report.outcome))
-            item.ihook.pytest_runtest_logreport(report=report)
-        elif "warning" in message:
-            data = message["warning"]
-            config.hook.pytest_warning_recorded.call_historic(
-                kwargs={
-                    "warning_message": _warning(data),
-                    "when": message["when"],
-                    "nodeid": message["nodeid"],
-                    "location": tuple(message["location"]) if message["location"] else None,
-                }
-            )
-
-    def _report_death(self, process: Forked, watch: _Watch, item: pytest.Item) -> None:
-        how = (
-            f"did not end within {GRACE:g} s of its deadline and was killed" if watch.killed else _death(process.status)
-        )
-        self._fail(
-            item, watch.phase, f"[device-process-death] device process {process.pid} {how} during {watch.phase}", watch
-        )
-
-    def _end_broken(self, process: Forked, error: str, watch: _Watch, item: pytest.Item) -> None:
+    def _end_broken(self, child: Child, error: str, attempt: Attempt) -> None:
         """End a process whose CUDA context is broken: every later test in it would fail, and be innocent."""
-        self.process = None
-        process.kill()
-        self.zygote.wait(process, 10.0)
-        process.channel.close()
-        self._release()
-        if not any(outcome == "failed" for _, outcome in watch.reported):
+        self.child = None
+        child.kill()
+        self._bury(child)
+        if attempt.failure is None and not attempt.reruns:
             text = f"[cuda-sticky] this test left CUDA broken ({error}); its device process was ended"
-            self._fail(item, "teardown", text, watch)
+            attempt.fail(text, "teardown")
+        elif attempt.failure is not None:
+            self._look_again(error, attempt)
+        self._release()
 
-    def _fail(self, item: pytest.Item, when: str, text: str, watch: _Watch) -> None:
-        out, err = compat.drain_capture(item.config)
-        sections = [
-            (f"Captured {name} {when}", content) for name, content in (("stdout", out), ("stderr", err)) if content
-        ]
-        report = pytest.TestReport(
-            nodeid=item.nodeid,
-            location=item.location,
-            keywords=dict.fromkeys(item.keywords, 1),
-            # pytest-rerunfailures counts what it sees under this name, and fails no run for it.
-            outcome="rerun" if watch.died and watch.reruns_left else "failed",  # type: ignore[arg-type]
-            longrepr=text,
-            when=when,  # type: ignore[arg-type]
-            sections=sections,
-            duration=time.monotonic() - watch.started,
-        )
-        self.session.describe(item, report)
-        item.ihook.pytest_runtest_logreport(report=report)
+    def _look_again(self, error: str, attempt: Attempt) -> None:
+        """Run a test that broke CUDA once more, where each kernel ends before the next line of Python.
+
+        Kernels run behind Python's back, and an error is raised where somebody next asks: this finds its true line.
+        """
+        failure = attempt.failure
+        assert failure is not None
+        found = f"[cuda-sticky] this test broke CUDA ({error}); its device process was ended"
+        again = Attempt(self.session, attempt.item, is_published=False)
+        again.deadline = time.monotonic() + LOOKING_AGAIN
+        try:
+            child = self._start(attempt.item, CUDA_LAUNCH_BLOCKING="1")
+        except OSError:
+            failure.sections.append(("CUDA", found))
+            return
+        done = self._ask(child, again, None)
+        child.kill()
+        self._bury(child)
+        if again.interrupted:
+            attempt.interrupted = True
+        if again.failure is not None and done is not None:
+            seen = f"With CUDA_LAUNCH_BLOCKING=1 it is raised here:\n{again.failure.longreprtext}"
+        elif done is None:
+            seen = "With CUDA_LAUNCH_BLOCKING=1 its process died or did not end"
+        else:
+            seen = "With CUDA_LAUNCH_BLOCKING=1 it passed"
+        failure.sections.append(("CUDA", f"{found}. {seen}"))
+
+    def _error(self, item: pytest.Item, text: str) -> None:
+        """Report that a test could not even start."""
+        attempt = Attempt(self.session, item)
+        attempt.fail(text, "setup")
+        attempt.flush()
 
     def _tear_down_here(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """End what CPU tests before this one left set up here and the next test does not need."""
@@ -324,76 +319,32 @@ class Isolation:
 
     def _close(self, item: pytest.Item | None) -> None:
         """End the process, reporting what its teardown reports, under the running test where there is one."""
-        process, self.process = self.process, None
-        if process is None:
+        child, self.child = self.child, None
+        if child is None:
             return
-        owner = item or self.last
         with contextlib.suppress(OSError):
-            process.channel.send({"close": True})
-        if owner is not None:
-            watch = _Watch()
-            watch.deadline = time.monotonic() + 60
-            last = self._listen(process, watch, owner)
-            if last is not None and last.get("coverage"):
-                coverage_data.add(last["coverage"])
-        if not self.zygote.wait(process, 10.0):
-            process.kill()
-            self.zygote.wait(process, 10.0)
-        process.channel.close()
+            child.channel.send({"close": True})
+        if (owner := item or self.last) is not None:
+            attempt = Attempt(self.session, owner)
+            attempt.phase, attempt.deadline = "teardown", time.monotonic() + CLOSING
+            said = attempt.listen(self.source, child)
+            attempt.flush()
+            if said is not None and said.get("coverage"):
+                coverage_data.add(said["coverage"])
+        self._bury(child)
         self._release()
 
+    def _bury(self, child: Child) -> None:
+        """Wait for the end of a process that has been told to end, and kill it if need be."""
+        if not self.source.wait(child, 10.0):
+            child.kill()
+            self.source.wait(child, 10.0)
+        child.channel.close()
+
     def end(self) -> None:
-        """End the last process and the zygote."""
+        """End the last process, and what it came from."""
         self._close(None)
-        self.zygote.close()
-
-
-class _Watch:
-    """What is known of a running test from outside."""
-
-    def __init__(self, reruns_left: int = 0) -> None:
-        self.reruns_left = reruns_left
-        self.died = False
-        self.started = time.monotonic()
-        self.phase = "setup"
-        self.deadline: float | None = None
-        self.killed = False
-        self.interrupted = False
-        self.reported: list[tuple[str | None, str]] = []
-
-    def remaining(self) -> float | None:
-        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
-
-
-def _readable(channel: Channel) -> bool:
-    with selectors.DefaultSelector() as selector:
-        selector.register(channel, selectors.EVENT_READ)
-        return bool(selector.select(0)) and channel.fill()
-
-
-def _death(status: int | None) -> str:
-    if status is None:
-        return "vanished"
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        with contextlib.suppress(ValueError):
-            return f"was killed by {signal.Signals(number).name}"
-        return f"was killed by signal {number}"
-    return f"ended with exit status {os.WEXITSTATUS(status)}"
-
-
-def _warning(data: dict[str, Any]) -> warnings.WarningMessage:
-    category: type[Warning] = UserWarning
-    with contextlib.suppress(Exception):
-        found: Any = importlib.import_module(data["module"])
-        for name in data["category"].split("."):
-            found = getattr(found, name)
-        category = found
-    try:
-        message = category(data["text"])
-    except Exception:
-        message = UserWarning(data["text"])
-    return warnings.WarningMessage(message, category, data["filename"], data["lineno"])
+        self.source.close()
 
 
 def reruns_of(item: pytest.Item) -> int:
@@ -404,12 +355,3 @@ def reruns_of(item: pytest.Item) -> int:
     plugin = item.config.pluginmanager.get_plugin("rerunfailures")
     count = getattr(plugin, "get_reruns_count", None)
     return int(count(item) or 0) if count is not None else 0
-
-
-def why_not_forked() -> str | None:
-    """Why this process cannot be forked safely any more; None where it can."""
-    if is_cuda_initialised():
-        return "CUDA was initialised while collecting"
-    if hazards := fork_hazards():
-        return f"thread pools were started while collecting ({', '.join(hazards)})"
-    return None

@@ -6,9 +6,10 @@ anything is imported and computed when it is first asked for.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pytest_cudaenv.isolation import Isolation
     from pytest_cudaenv.plan import Plan
     from pytest_cudaenv.planner import Planner
+    from pytest_cudaenv.poison import Poison
     from pytest_cudaenv.questions import TorchQuestions
     from pytest_cudaenv.reporting import Reporting
     from pytest_cudaenv.requirements.reason import Reason
@@ -57,6 +59,9 @@ NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 CHECK_INHERITED = "cudaenv_nvml_check_inherited"
 """Tells a worker that the NVML check in its environment is the controller's, and not the user's."""
 
+INTERPRETER = "cudaenv-interpreter"
+"""Under which the plugin of a fresh interpreter is registered."""
+
 APPLIED = "CUDAENV_VISIBLE_APPLIED"
 """Tells workers and nested runs which mask `--cuda-visible` has made already; theirs to keep."""
 
@@ -72,6 +77,9 @@ class CudaSession:
         self.environment = Environment()
         self.isolation: Isolation | None = None
         """Device processes, where there are any."""
+        self.interpreter: Any = config.pluginmanager.get_plugin(INTERPRETER)
+        """Set in a fresh interpreter that is a device process itself."""
+        self._view: Mapping[str, str] = os.environ if self.interpreter is None else self.interpreter.outer
         self._unmet: dict[tuple[Requirement, bool], tuple[Reason, ...]] = {}
         self._imports: dict[str, str | None] = {}
 
@@ -156,7 +164,7 @@ class CudaSession:
         """What a CUDA process sees of the host under the run's mask."""
         from pytest_cudaenv.host.mask import read_environment
 
-        return read_environment(os.environ, self.host.devices, self.host.fastest_first)
+        return read_environment(self._view, self.host.devices, self.host.fastest_first)
 
     def unmet(self, requirement: Requirement, *, trying: bool = False) -> Sequence[Reason]:
         """The needs of a requirement that this host does not meet; `trying` imports packages to know."""
@@ -178,23 +186,38 @@ class CudaSession:
 
     def start_isolation(self, session: pytest.Session) -> None:
         """Right before the first test: fork the zygote, where device tests are to run in device processes."""
-        if not self.planned or self.only_collects or self.settings.isolation == "off":
+        if self.interpreter is not None or not self.planned or self.only_collects or self.settings.isolation == "off":
             return
         if not any(self.is_device_test(item) for item in session.items):
             return
-        from pytest_cudaenv.isolation import Isolation, why_not_forked
+        from pytest_cudaenv.isolation import Isolation
 
-        if (why := why_not_forked()) is not None:
-            text = f"[no-isolation] {why}: device tests run in the pytest process"
-            session.config.issue_config_time_warning(pytest.PytestWarning(text), stacklevel=2)
-            return
         self.isolation = Isolation(self, session, self.settings.isolation)
 
     def enter_device_process(self) -> None:
         """In a device process: what it sees is what it was granted, and nothing of the pytest process's grants."""
         self.isolation = None
+        self._look_at(os.environ)
+        self.__dict__.pop("runner", None)
+
+    @contextlib.contextmanager
+    def collecting_again(self, outer: Mapping[str, str]) -> Iterator[None]:
+        """In a fresh interpreter, a block that collects one more file, as the pytest process did: with its view."""
+        self._look_at(outer)
+        self.collecting = True
+        self.answer_questions()
+        try:
+            yield
+        finally:
+            self.collecting = False
+            self.questions.remove()
+            self._look_at(os.environ)
+
+    def _look_at(self, environ: Mapping[str, str]) -> None:
+        """From now on, see of the host what a CUDA process with this environment sees."""
+        self._view = environ
         self._unmet.clear()
-        for computed in ("reading", "granter", "runner"):
+        for computed in ("reading", "granter"):
             self.__dict__.pop(computed, None)
 
     def learn_architectures(self) -> None:
@@ -230,8 +253,9 @@ class CudaSession:
         """Before the first conftest: the mask, the NVML check, and torch's questions if the run was told anything."""
         if NVML_CHECK not in os.environ:
             self.environment.set(NVML_CHECK, "1")
-        if any_given(self.config):
-            self._apply_visible()
+        if any_given(self.config) or self.interpreter is not None:
+            if self.interpreter is None:
+                self._apply_visible()
             self.answer_questions()
 
     def _apply_visible(self) -> None:
@@ -298,8 +322,17 @@ class CudaSession:
         if mentioned:
             self.answer_questions()
 
+    @cached_property
+    def poison(self) -> Poison:
+        """What makes this process unsafe to fork."""
+        from pytest_cudaenv.poison import Poison
+
+        return Poison()
+
     def check_collected(self, report: pytest.CollectReport) -> None:
         """What a file or class was found to hold: impossible cells are dropped, wrong marks are errors there."""
+        if self.has_questions and self.questions.active and "::" not in report.nodeid:
+            self.poison.look(report.nodeid)
         nodes = report.result if report.outcome == "passed" else ()
         if any(isinstance(node, pytest.Item) and may_use_plugin(node) for node in nodes):
             self.planner.check_collected(report)

@@ -7,6 +7,7 @@ https://coverage.readthedocs.io/en/latest/api_coveragedata.html
 from __future__ import annotations
 
 import base64
+import contextlib
 import sys
 from typing import Any
 
@@ -14,6 +15,35 @@ from typing import Any
 def _current() -> Any | None:
     coverage = sys.modules.get("coverage")
     return coverage.Coverage.current() if coverage is not None else None
+
+
+_SETTINGS = ("branch", "source", "source_pkgs", "include", "omit", "concurrency", "context", "dynamic_context", "core")
+
+
+def settings() -> dict[str, Any] | None:
+    """How this process is being measured, for a process that is not forked from it; None where it is not."""
+    current = _current()
+    if current is None:
+        return None
+    known: dict[str, Any] = {}
+    for name in _SETTINGS:
+        with contextlib.suppress(Exception):  # older releases have fewer settings
+            known[f"run:{name}"] = current.get_option(f"run:{name}")
+    for name in ("report:exclude_lines", "report:exclude_also"):
+        with contextlib.suppress(Exception):
+            known[name] = current.get_option(name)
+    return known
+
+
+def start(how: dict[str, Any]) -> None:
+    """Measure this process with another's `settings`, into memory."""
+    from coverage import Coverage
+
+    coverage = Coverage(data_file=None, config_file=False)
+    for name, value in how.items():
+        if value is not None:
+            coverage.set_option(name, value)
+    coverage.start()
 
 
 def measured() -> str | None:

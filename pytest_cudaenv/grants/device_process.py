@@ -6,12 +6,14 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from pytest_cudaenv import compat
 from pytest_cudaenv.grants import coverage_data
+from pytest_cudaenv.grants.lease import Lease
 from pytest_cudaenv.grants.transport import Channel, Message
 
 MUTED = ("pytest_runtest_logstart", "pytest_runtest_logreport", "pytest_runtest_logfinish", "pytest_warning_recorded")
@@ -30,13 +32,24 @@ def broken_context() -> str | None:
     return None
 
 
+class _BrokenContext(BaseException):
+    """Ends the protocol of a test that is to run again, in another process. No `except Exception` may hold it up."""
+
+
 class DeviceProcess:
     """The process's own end: a plugin that sends what the muted hooks would have reported."""
 
-    def __init__(self, session: pytest.Session, channel: Channel) -> None:
+    def __init__(
+        self, session: pytest.Session, channel: Channel, lease: Lease, find: Callable[[Any], pytest.Item]
+    ) -> None:
         self.session = session
         self.channel = channel
+        self.lease = lease
+        """Held here too: the devices of a process that outlives the pytest process are not free."""
+        self.find = find
+        """The test that a message names. Raises LookupError that says why there is none."""
         self.last: pytest.Item | None = None
+        self.is_serving = False
 
     def serve(self, order: Message) -> None:
         """Run tests as they are asked for, until there are no more."""
@@ -44,27 +57,39 @@ class DeviceProcess:
             os.environ[name] = value
         config = self.session.config
         compat.mute(config, MUTED, keep=(self.session,))
-        config.pluginmanager.register(self, "cudaenv-device-process")
+        config.pluginmanager.register(self, "cudaenv-device-process")  # which tells it of all warnings so far
+        self.is_serving = True
         while (message := self.channel.receive()) is not None and "run" in message:
             self._run(message)
         self._tear_down(None)
         self.channel.send({"closed": True, "coverage": coverage_data.measured()})
 
     def _run(self, message: Message) -> None:
-        item = self.session.items[message["run"]]
-        nextitem = None if message["next"] is None else self.session.items[message["next"]]
-        self.session.testsfailed = message["testsfailed"]
-        self._tear_down(item)
-        self.last = item
         answer: Message = {}
+        self.session.testsfailed = message["testsfailed"]
+        config = self.session.config
+        if (reruns := message.get("reruns")) is not None:
+            forced, config.option.force_reruns = config.option.force_reruns, reruns
         try:
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+            try:
+                item = self.find(message["run"])
+                nextitem = None if message["next"] is None else self.find(message["next"])
+            except LookupError as error:
+                answer["missing"] = str(error)
+            else:
+                self._tear_down(item)
+                self.last = item
+                config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+        except _BrokenContext:
+            answer["cut short"] = True
         except pytest.exit.Exception as error:
             answer["exit"] = {"reason": error.msg, "returncode": error.returncode}
         except KeyboardInterrupt:
             answer["interrupted"] = True
         except BaseException:
             answer["internal"] = traceback.format_exc()
+        if reruns is not None:
+            config.option.force_reruns = forced
         if (broken := broken_context()) is not None:
             answer["sticky"] = broken
         answer["done"] = {"shouldfail": self.session.shouldfail, "shouldstop": self.session.shouldstop}
@@ -88,6 +113,8 @@ class DeviceProcess:
         config = self.session.config
         config.hook.pytest_report_teststatus(report=report, config=config)
         self._send(report)
+        if str(report.outcome) == "rerun" and broken_context() is not None:
+            raise _BrokenContext  # pytest-rerunfailures would run the test again in this process, in vain
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
@@ -109,6 +136,8 @@ class DeviceProcess:
     def pytest_warning_recorded(
         self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: tuple[str, int, str] | None
     ) -> None:
+        if not self.is_serving:
+            return
         category = warning_message.category
         self.channel.send(
             {

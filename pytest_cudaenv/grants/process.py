@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -65,7 +66,7 @@ def fork_hazards() -> list[str]:
     return sorted(found)
 
 
-def end(status: int, before: Callable[[], None] | None = None) -> None:
+def end(status: int, before: Callable[[], None] | None = None) -> NoReturn:
     """End a forked process: what its own tests registered with `atexit` runs, what it inherited does not."""
     with contextlib.suppress(BaseException):
         if before is not None:

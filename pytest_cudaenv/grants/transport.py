@@ -66,7 +66,7 @@ class Channel:
         """The next message and the open files that came with it."""
         fds: list[int] = []
         while (message := self.pending()) is None:
-            data, received, _, _ = socket.recv_fds(self.sock, 65536, count)
+            data, received, _, _ = socket.recv_fds(self.sock, 65536, count, socket.MSG_CMSG_CLOEXEC)
             fds += received
             if not data:
                 return None, fds

@@ -13,43 +13,31 @@ import selectors
 import signal
 import socket
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pytest_cudaenv.grants.process import adopt_orphans, die_with_parent, forget_atexit, fork, pause_openmp
+from pytest_cudaenv.grants.source import Child
 from pytest_cudaenv.grants.transport import Channel, Message, channels
 
-Serve = Callable[[Channel, Message], None]
-"""What a device process does with its channel and the order that started it; returns when it is to end."""
+Serve = Callable[[Channel, Message, Sequence[int]], None]
+"""What a device process does with its channel, the order that started it and the open files that came with it."""
 
-
-@dataclass
-class Forked:
-    """A process that the zygote forked, as the pytest process sees it."""
-
-    pid: int
-    channel: Channel
-    zygote: Zygote
-    status: int | None = None
-    """As `os.waitpid` gives it; None while the process lives."""
-
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal; harmless where the process has ended."""
-        if self.status is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+MOST_FILES = 250
+"""Open files that one message can carry (SCM_MAX_FD is 253)."""
 
 
 @dataclass
 class Zygote:
-    """The pytest process's end."""
+    """The pytest process's end; a `Source` of device processes."""
 
     pid: int
     channel: Channel
-    forked: dict[int, Forked] = field(default_factory=dict)
+    children: dict[int, Child] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, serve: Serve, prepare: Callable[[], None]) -> Zygote:
+    def fork(cls, serve: Serve, prepare: Callable[[], None]) -> Zygote:
         """Fork the zygote. `prepare` runs in it once; `serve` runs in each device process."""
         gc.collect()  # cycles of collection must not be finalised once in each process
         pause_openmp()
@@ -69,23 +57,25 @@ class Zygote:
         theirs.close()
         return cls(pid, ours)
 
-    def fork(self, order: Message) -> Forked:
+    def start(self, order: Message, fds: Sequence[int] = ()) -> Child:
         """A new device process, which `serve`s this order. Raises OSError where the zygote has died."""
         ours, theirs = channels()
         try:
-            self.channel.send({"fork": order}, fds=(theirs.fileno(),))
-        except OSError:
-            raise OSError("the zygote has died") from None
+            with contextlib.suppress(OSError):
+                self.channel.send({"fork": order}, fds=(theirs.fileno(), *fds))
+            while (message := self.channel.receive()) is not None:
+                if "forked" in message:
+                    child = self.children[message["forked"]] = Child(message["forked"], ours)
+                    return child
+                self._note(message)
+            ours.close()
+            raise OSError("the zygote has died")
         finally:
             theirs.close()
-        while True:
-            message = self.channel.receive()
-            if message is None:
-                raise OSError("the zygote has died")
-            if "forked" in message:
-                process = self.forked[message["forked"]] = Forked(message["forked"], ours, self)
-                return process
-            self._note(message)
+
+    def fileno(self) -> int:
+        """For selectors: the zygote tells of deaths, and its own end is the end of the stream."""
+        return self.channel.fileno()
 
     def note_deaths(self) -> bool:
         """Take in what the zygote has said of ended processes; False where it has died itself."""
@@ -95,18 +85,19 @@ class Zygote:
         return alive
 
     def _note(self, message: Message) -> None:
-        if "ended" in message and (process := self.forked.pop(message["ended"], None)) is not None:
-            process.status = message["status"]
+        if "ended" in message and (child := self.children.pop(message["ended"], None)) is not None:
+            child.status = message["status"]
 
-    def wait(self, process: Forked, seconds: float) -> bool:
+    def wait(self, child: Child, seconds: float) -> bool:
         """Wait for a process to end; False where it has not, within that time."""
+        deadline = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self.channel, selectors.EVENT_READ)
-            while process.status is None:
-                if not selector.select(seconds):
+            while child.status is None:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
                     return False
-                if not self.note_deaths() and process.status is None:
-                    process.status = signal.SIGKILL  # it died with the zygote
+                if not self.note_deaths() and child.status is None:
+                    child.status = signal.SIGKILL  # it died with the zygote
         return True
 
     def close(self) -> None:
@@ -150,7 +141,7 @@ class _Server:
                 self._reap()
 
     def _order(self, private: tuple[socket.socket, ...]) -> bool:
-        message, fds = self.channel.receive_with_fds(1)
+        message, fds = self.channel.receive_with_fds(MOST_FILES)
         if message is None:
             return False
         parent = os.getpid()
@@ -164,7 +155,7 @@ class _Server:
             for end in private:
                 end.close()
             die_with_parent(parent)
-            self.serve(Channel(socket.socket(fileno=fds[0])), message["fork"])
+            self.serve(Channel(socket.socket(fileno=fds[0])), message["fork"], fds[1:])
             os._exit(0)
         self.children.add(pid)
         for fd in fds:

@@ -24,6 +24,8 @@ NOT_INITIALIZED = 3
 
 CHILD = Path(__file__).with_name("driver_child.py")
 
+_SONAME = "libcuda.so.1"
+
 _LIBCUDA = re.compile(r"(?<= )/(?:.*/)?libcuda\.so[.0-9]*(?=$| \(deleted\)$)", re.MULTILINE)
 
 
@@ -132,10 +134,20 @@ def is_cuda_initialised(maps: Path = Path("/proc/self/maps")) -> bool | None:
     if loaded is None:
         return False
     # By name first: the file may have been replaced by a driver update since it was loaded.
-    for name in ("libcuda.so.1", loaded[0]):
-        try:
-            cuda = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-            return bool(cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != NOT_INITIALIZED)
-        except (OSError, AttributeError):
-            continue
+    for name in (_SONAME, loaded[0]):
+        if (answer := _ask_loaded(name)) is not None:
+            return answer
     return None
+
+
+def seems_initialised() -> bool:
+    """`is_cuda_initialised` in microseconds, for many calls; misses a library that was loaded under another name."""
+    return bool(_ask_loaded(_SONAME))
+
+
+def _ask_loaded(name: str) -> bool | None:
+    try:
+        cuda = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        return bool(cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != NOT_INITIALIZED)
+    except (OSError, AttributeError):
+        return None

@@ -250,24 +250,6 @@ def test_openmp_of_the_pytest_process_does_not_hang_a_device_process(pytester: p
     result.assert_outcomes(passed=1)
 
 
-def test_thread_pools_keep_device_tests_in_the_pytest_process(pytester: pytest.Pytester) -> None:
-    """A fork would hang in them; the run says so instead."""
-    pytester.makepyfile(
-        """
-        import os
-        from concurrent.futures import ThreadPoolExecutor
-        POOL, HERE = ThreadPoolExecutor(1), os.getpid()
-        POOL.submit(int).result()
-        def test_it(cuda_device):
-            assert os.getpid() == HERE
-            assert POOL.submit(int).result(timeout=10) == 0
-        """
-    )
-    result = run(pytester)
-    result.assert_outcomes(passed=1, warnings=1)
-    result.stdout.fnmatch_lines(["*[[]no-isolation[]] thread pools were started while collecting (ThreadPoolExecutor*"])
-
-
 def test_no_device_test_no_process(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """

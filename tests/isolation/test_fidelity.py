@@ -13,6 +13,10 @@ MIXED = """
     from pytest_cudaenv import requires_cuda
 
     LOG = os.environ["FIXTURE_LOG"]
+    if "POISON" in os.environ:
+        from concurrent.futures import ThreadPoolExecutor
+        POOL = ThreadPoolExecutor(1)
+        POOL.submit(int).result()
 
     def log(text):
         with open(LOG, "a") as file:
@@ -131,6 +135,25 @@ def test_outcomes(suite: pytest.Pytester, arguments: tuple[str, ...]) -> None:
     assert with_processes.ret == without.ret
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("session",), ("function", "-x"), ("session", "-n", "2", "--dist", "loadgroup"), ("session", "--setup-show")],
+    ids=" ".join,
+)
+def test_outcomes_in_fresh_interpreters(
+    suite: pytest.Pytester, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    level, *options = arguments
+    without = run(suite, "off", *options)
+    monkeypatch.setenv("POISON", "1")
+    with_interpreters = run(suite, level, *options)
+    text = with_interpreters.stdout.str() + with_interpreters.stderr.str()
+    assert "INTERNALERROR" not in text
+    assert "[no-fork]" in text
+    assert sorted(outcomes(with_interpreters)) == sorted(outcomes(without))
+    assert with_interpreters.ret == without.ret
+
+
 def test_text_of_failures_sections_and_warnings(suite: pytest.Pytester) -> None:
     def body(result: pytest.RunResult) -> str:
         text = result.stdout.str()
@@ -139,6 +162,12 @@ def test_text_of_failures_sections_and_warnings(suite: pytest.Pytester) -> None:
         return "\n".join(line for line in text.splitlines() if not line.startswith("cudaenv:"))
 
     assert body(run(suite, "session")) == body(run(suite, "off"))
+
+
+def test_warnings_of_the_collection_are_shown_once(suite: pytest.Pytester) -> None:
+    suite.makepyfile(test_warns="import warnings\nwarnings.warn('at import')\ndef test_it(cuda_device): pass")
+    for level in ("off", "session"):
+        run(suite, level, "test_warns.py").assert_outcomes(passed=1, warnings=1)
 
 
 def test_junitxml(suite: pytest.Pytester) -> None:

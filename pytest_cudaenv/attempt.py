@@ -1,0 +1,217 @@
+"""One attempt at a test in a device process, as the pytest process sees it: reports, phases, deadline, death."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import selectors
+import signal
+import time
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_cudaenv import compat
+from pytest_cudaenv.grants.source import Child, Source
+from pytest_cudaenv.grants.transport import Channel, Message
+
+if TYPE_CHECKING:
+    from pytest_cudaenv.session import CudaSession
+
+GRACE = 5.0
+"""Seconds that a test gets past its deadline, before its process is killed from outside."""
+
+INTERRUPTED = 30.0
+"""Seconds that a device process gets to tear down after Ctrl-C."""
+
+DEATH = "device-process-death"
+
+
+class Attempt:
+    """Listens to a device process while it runs a test, or while it tears down in the test's name."""
+
+    def __init__(
+        self, session: CudaSession, item: pytest.Item, *, reruns_left: int = 0, is_published: bool = True
+    ) -> None:
+        self.session = session
+        self.item = item
+        self.reruns_left = reruns_left
+        self.is_published = is_published
+        """Whether its reports are the test's; those of a second look at a failure are not."""
+        self.phase = "setup"
+        self.deadline: float | None = None
+        """On the clock of `time.monotonic`."""
+        self.killed = False
+        """The deadline was enforced from outside."""
+        self.interrupted = False
+        self.reports: list[pytest.TestReport] = []
+        self._held = 0
+        """How many of the reports, from the end, are not passed on yet."""
+        self._began = time.monotonic()
+
+    # Listening --------------------------------------------------------------------------------------------------
+
+    def listen(self, source: Source, child: Child) -> Message | None:
+        """Pass on what the process reports; its last word, or None where it died before that."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(child.channel, selectors.EVENT_READ, "report")
+            selector.register(source, selectors.EVENT_READ, "death")
+            while True:
+                while (message := child.channel.pending()) is not None:
+                    if "done" in message or "closed" in message:
+                        return message
+                    self._take(message)
+                # Death is what waitpid says, never the end of the stream: grandchildren may hold the other end.
+                if child.status is not None and not _readable(child.channel):
+                    return None
+                try:
+                    ready = selector.select(self._remaining())
+                except KeyboardInterrupt:
+                    # The device process has it too, and is tearing down; who insists need not wait for that.
+                    if self.interrupted:
+                        raise
+                    self.interrupted, self.deadline = True, time.monotonic() + INTERRUPTED
+                    continue
+                if not ready:
+                    self.killed = True
+                    if not stop(source, child):
+                        return None
+                for key, _ in ready:
+                    if key.data == "report" and not child.channel.fill():
+                        selector.unregister(child.channel)
+                    elif key.data == "death" and not source.note_deaths():
+                        child.status = child.status or signal.SIGKILL
+                        selector.unregister(source)
+
+    def _remaining(self) -> float | None:
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def _take(self, message: Message) -> None:
+        config = self.item.config
+        if "phase" in message:
+            self.phase = message["phase"]
+        elif "deadline" in message:
+            self.deadline = time.monotonic() + message["deadline"] + GRACE
+        elif "report" in message:
+            report = config.hook.pytest_report_from_serializable(config=config, data=message["report"])
+            if report.nodeid == compat.collected_id(self.item):
+                report.nodeid = self.item.nodeid  # with the group that xdist may have appended in this process alone
+            if message["late"] and report.nodeid != self.item.nodeid:
+                # xdist takes reports of the running test only; the text says whose it is.
+                report.longrepr = f"teardown of {report.nodeid}, at the end of its device process:\n{report.longrepr}"
+                report.nodeid = self.item.nodeid
+            self._add(report)
+        elif "warning" in message and self.is_published:
+            data = message["warning"]
+            config.hook.pytest_warning_recorded.call_historic(
+                kwargs={
+                    "warning_message": _warning(data),
+                    "when": message["when"],
+                    "nodeid": message["nodeid"],
+                    "location": tuple(message["location"]) if message["location"] else None,
+                }
+            )
+
+    # Reports ----------------------------------------------------------------------------------------------------
+
+    def _add(self, report: pytest.TestReport) -> None:
+        """Keep a report, and pass it on; from the first failure on not before the test's end, which may explain it."""
+        self.reports.append(report)
+        if self._held or report.outcome == "failed":
+            self._held += 1
+        else:
+            self._publish([report])
+
+    def flush(self) -> None:
+        """Pass on the reports that were held back."""
+        held, self._held = self.reports[len(self.reports) - self._held :], 0
+        self._publish(held)
+
+    def _publish(self, reports: Sequence[pytest.TestReport]) -> None:
+        for report in reports if self.is_published else ():
+            self.item.ihook.pytest_runtest_logreport(report=report)
+
+    @property
+    def failure(self) -> pytest.TestReport | None:
+        """The first report of a failure."""
+        return next((report for report in self.reports if report.outcome == "failed"), None)
+
+    @property
+    def reruns(self) -> int:
+        """How many of the reports are of attempts that pytest-rerunfailures repeats."""
+        return sum(str(report.outcome) == "rerun" for report in self.reports)
+
+    def fail(self, text: str, when: str | None = None, *, is_rerun: bool = False) -> None:
+        """Add a failure which no process reported, with what was printed and is part of no report yet."""
+        when = when or self.phase
+        out, err = compat.drain_capture(self.item.config)
+        sections = [
+            (f"Captured {name} {when}", content) for name, content in (("stdout", out), ("stderr", err)) if content
+        ]
+        report = pytest.TestReport(
+            nodeid=self.item.nodeid,
+            location=self.item.location,
+            keywords=dict.fromkeys(self.item.keywords, 1),
+            # pytest-rerunfailures counts what it sees under this name, and fails no run for it.
+            outcome="rerun" if is_rerun else "failed",  # type: ignore[arg-type]
+            longrepr=text,
+            when=when,  # type: ignore[arg-type]
+            sections=sections,
+            duration=time.monotonic() - self._began,
+        )
+        self.session.describe(self.item, report)
+        self._add(report)
+
+    def fail_dead(self, child: Child) -> None:
+        """Add the failure of a test whose process died under it."""
+        how = death(child.status)
+        if self.killed:
+            how = f"did not end within {GRACE:g} s of its deadline and was killed"
+            if child.status is None:
+                how += " without effect, as it is stuck inside the kernel: its devices stay locked"
+        text = f"[{DEATH}] device process {child.pid} {how} during {self.phase}"
+        self.fail(text, is_rerun=self.reruns_left > 0)
+
+
+def stop(source: Source, child: Child) -> bool:
+    """Kill a process that does not end, first so that faulthandler prints its stacks; False where it outlives that."""
+    child.kill(signal.SIGABRT)
+    if source.wait(child, 2.0):
+        return True
+    child.kill()
+    return source.wait(child, 10.0)
+
+
+def death(status: int | None) -> str:
+    """How a process ended, in words, from what `os.waitpid` said."""
+    if status is None:
+        return "vanished"
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(number).name}"
+        return f"was killed by signal {number}"
+    return f"ended with exit status {os.WEXITSTATUS(status)}"
+
+
+def _readable(channel: Channel) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(channel, selectors.EVENT_READ)
+        return bool(selector.select(0)) and channel.fill()
+
+
+def _warning(data: dict[str, Any]) -> warnings.WarningMessage:
+    category: type[Warning] = UserWarning
+    with contextlib.suppress(Exception):
+        found: Any = importlib.import_module(data["module"])
+        for name in data["category"].split("."):
+            found = getattr(found, name)
+        category = found
+    try:
+        message = category(data["text"])
+    except Exception:
+        message = UserWarning(data["text"])
+    return warnings.WarningMessage(message, category, data["filename"], data["lineno"])

@@ -1,0 +1,52 @@
+"""What starts device processes and knows of their deaths: the zygote, or fresh interpreters in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pytest_cudaenv.grants.transport import Channel, Message
+
+
+@dataclass
+class Child:
+    """A device process, as the pytest process sees it."""
+
+    pid: int
+    channel: Channel
+    status: int | None = None
+    """As `os.waitpid` gives it; None while the process lives."""
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal; harmless where the process has ended."""
+        if self.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+class Source(Protocol):
+    """Starts device processes. Death is what the kernel says of a process, never the end of its stream."""
+
+    def start(self, order: Message, fds: Sequence[int] = ()) -> Child:
+        """A new device process with this order, holding these open files too. Raises OSError where there is none."""
+        ...
+
+    def fileno(self) -> int:
+        """Readable when a process has ended."""
+        ...
+
+    def note_deaths(self) -> bool:
+        """Take in which processes have ended; False where no more will ever be known."""
+        ...
+
+    def wait(self, child: Child, seconds: float) -> bool:
+        """Wait for a process to end; False where it has not, within that time."""
+        ...
+
+    def close(self) -> None:
+        """End every process that is left."""
+        ...
