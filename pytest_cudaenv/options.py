@@ -50,10 +50,10 @@ OPTIONS = (
     ),
     Option(
         "isolation",
-        "run device tests in device processes, one while its grant fits the next test (session), per module, per test, "
-        "or in the pytest process (off, the default)",
+        "run device tests in device processes: one while its grant fits the next test (session, the default), per "
+        "module, per test (function), or in the pytest process (off)",
         "{session,module,function,off}",
-        default="off",
+        default="session",
         choices=("session", "module", "function", "off"),
     ),
     Option(

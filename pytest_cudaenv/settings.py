@@ -21,7 +21,7 @@ class Settings:
 
     visible: str | None = None
     unmet: str = "skip"
-    isolation: str = "off"
+    isolation: str = "session"
     wait: float = 600.0
     """Seconds that a device test waits for other runs; waiting for its own run has no limit."""
     lease_dir: str | None = None

@@ -48,29 +48,33 @@ def test_a_test_sees_as_many_devices_as_it_asked_for(pytester: pytest.Pytester) 
     result.stdout.fnmatch_lines(["SKIPPED * [[]cuda-devices[]] needs 3 CUDA devices; have 2"])
 
 
-def test_the_first_devices_that_fit_are_granted(pytester: pytest.Pytester, on_host: Callable[[Host], None]) -> None:
+@pytest.mark.parametrize("level", ["session", "off"])
+def test_the_first_devices_that_fit_are_granted(
+    pytester: pytest.Pytester, on_host: Callable[[Host], None], level: str
+) -> None:
     """A T4 comes first on the bus, and a test that needs Hopper gets an H100 all the same."""
+    first = 0 if level == "session" else 1  # a device process sees its own devices only
     on_host(mixed_host())
     pytester.makepyfile(
-        """
+        f"""
         from pytest_cudaenv import requires_bf16, requires_cuda
 
         def test_any(cuda_device): assert cuda_device.name == "Tesla T4"
 
         @requires_cuda(capability=">=9.0")
-        def test_hopper(cuda_device): assert (cuda_device, cuda_device.capability) == ("cuda:1", (9, 0))
+        def test_hopper(cuda_device): assert (cuda_device, cuda_device.capability) == ("cuda:{first}", (9, 0))
 
         @requires_bf16
         def test_bf16(cuda_device): assert cuda_device.capability == (9, 0)
 
         @requires_cuda(devices=2, memory="60GB")
-        def test_two_large(cuda_devices): assert [d.index for d in cuda_devices] == [1, 2]
+        def test_two_large(cuda_devices): assert [d.index for d in cuda_devices] == [{first}, {first + 1}]
 
         @requires_cuda(devices=3, capability=">=9.0")
         def test_too_many(cuda_devices): raise AssertionError
         """
     )
-    result = pytester.runpytest_inprocess("-rs")
+    result = pytester.runpytest_inprocess("-rs", "--cuda-isolation", level)
     result.assert_outcomes(passed=4, skipped=1)
     result.stdout.fnmatch_lines(["SKIPPED * [[]cuda-capability[]] needs capability >=9.0; have 7.5 (T4)"])
 
@@ -96,7 +100,7 @@ def test_a_mask_is_honoured(
 
 
 def test_what_was_built_on_other_devices_is_torn_down(pytester: pytest.Pytester) -> None:
-    """Session-scoped device fixtures live as long as the grant fits, across modules and CPU tests between."""
+    """In the pytest process too, device fixtures live as long as the grant fits, across modules and CPU tests."""
     pytester.makeconftest(
         """
         import pytest
@@ -129,7 +133,7 @@ def test_what_was_built_on_other_devices_is_torn_down(pytester: pytest.Pytester)
         def test_single(model): assert model == 1
     """
     pytester.makepyfile(test_a=one, test_b=one, test_c=two)
-    result = pytester.runpytest_inprocess("--cuda-simulate", "h100:2", "-s")
+    result = pytester.runpytest_inprocess("--cuda-simulate", "h100:2", "-s", "--cuda-isolation", "off")
     result.assert_outcomes(passed=8)
     result.stdout.fnmatch_lines(["LOG load 1; tokenizer; free 1; load 2; free 2; load 1; free 1"])
 

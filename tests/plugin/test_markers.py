@@ -667,6 +667,8 @@ def test_a_test_is_granted_the_devices_that_fit(pytester: pytest.Pytester, on_ho
             with pytest.raises(pytest_cudaenv.grants.current.NoGrantError, match="no test with a grant is running"):
                 current()
         """,
+        "--cuda-isolation",
+        "off",
     )
     result.assert_outcomes(passed=4)
 

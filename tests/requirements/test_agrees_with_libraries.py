@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -143,3 +144,13 @@ def test_builds_that_fit_are_those_that_kernels_takes() -> None:
     version, cuda, accepted = ask(ASK_VARIANTS % VARIANTS)
     ours = [v for v in VARIANTS if Build(v).fits(TorchBuild(version, cuda))]
     assert sorted(ours) == sorted(accepted)
+
+
+@installed("torch", "transformers")
+def test_the_guide_names_decorators_that_exist() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "moving_from_transformers.md").read_text()
+    rows = [line.split("|")[1] for line in guide.splitlines() if line.startswith("| `")]
+    names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert len(names) > 25
+    code = "import json, transformers.testing_utils as t; print(json.dumps([n for n in {} if not hasattr(t, n)]))"
+    assert ask(code.format(names)) == []
