@@ -67,6 +67,48 @@ def test_a_broken_context_harms_nobody_else(pytester: pytest.Pytester) -> None:
     )
 
 
+@requires_cuda
+def test_a_second_look_finds_the_line(pytester: pytest.Pytester) -> None:
+    """Kernels run behind Python's back: without blocking launches the error comes up later than its cause."""
+    pytester.makepyfile(
+        """
+        import torch
+        def test_asserts(cuda_device):
+            index = torch.tensor([99], device=cuda_device)
+            bad = torch.zeros(4, device=cuda_device)[index]  # the cause
+            torch.cuda.synchronize()  # where it comes up
+        """
+    )
+    result = run(pytester)
+    result.assert_outcomes(failed=1)
+    text = result.stdout.str()
+    first, second = text.split("With CUDA_LAUNCH_BLOCKING=1 it is raised here", 1)
+    assert ">       torch.cuda.synchronize()  # where it comes up" in first
+    assert ">       bad = torch.zeros(4, device=cuda_device)[index]  # the cause" in second
+
+
+@requires_cuda
+def test_cuda_in_the_pytest_process_sends_device_tests_to_fresh_interpreters(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        test_a="""
+        import torch
+        HERE = torch.ones(1, device="cuda")
+        def test_a(cuda_device): assert torch.ones(2, device=cuda_device).sum().item() == 2
+        """,
+        test_b="""
+        import os, torch
+        def test_b(cuda_device):
+            x = torch.ones(4, device=cuda_device, requires_grad=True)
+            (x * x).sum().backward()
+            assert x.grad.tolist() == [2.0] * 4
+            assert "GPU-" + str(torch.cuda.get_device_properties(0).uuid) == cuda_device.uuid
+        """,
+    )
+    result = run(pytester)
+    result.assert_outcomes(passed=2, warnings=1)
+    result.stdout.fnmatch_lines(["*[[]no-fork[]] CUDA was initialised while collecting test_a.py*"])
+
+
 @requires_cuda(memory="60GB")
 def test_memory_comes_back_with_the_end_of_a_process(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
@@ -106,3 +148,68 @@ def test_each_test_sees_its_devices(pytester: pytest.Pytester) -> None:
         """
     )
     run(pytester).assert_outcomes(passed=3)
+
+
+MIXED = """
+    import os, pytest, torch
+    import torch.distributed as dist
+    from pytest_cudaenv import cuda_isolated, requires_cuda, requires_nccl
+
+    def seen():
+        return ["GPU-" + str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+
+    @pytest.mark.parametrize("n", range(8))
+    def test_one(cuda_device, n):
+        assert seen() == [cuda_device.uuid]
+        assert torch.full((4,), n, device=cuda_device).sum().item() == 4 * n
+
+    @pytest.mark.parametrize("n", range(3))
+    @requires_cuda(devices=2)
+    def test_two(cuda_devices, n):
+        assert seen() == [d.uuid for d in cuda_devices]
+        a, b = (torch.ones(2, device=d) for d in cuda_devices)
+        assert (a + b.to(a.device)).sum().item() == 4
+
+    def rank(number, rendezvous, answers):
+        torch.cuda.set_device(number)
+        dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=number, world_size=2)
+        value = torch.full((1024,), number + 1.0, device="cuda")
+        dist.all_reduce(value)
+        torch.cuda.synchronize()
+        answers.put((number, value.unique().tolist(), seen()))
+        dist.destroy_process_group()
+
+    @requires_nccl
+    def test_all_reduce(cuda_devices, tmp_path):
+        context = torch.multiprocessing.get_context("spawn")
+        answers = context.SimpleQueue()
+        ranks = [context.Process(target=rank, args=(n, tmp_path / "rendezvous", answers)) for n in range(2)]
+        for process in ranks: process.start()
+        for process in ranks: process.join(120)
+        assert [process.exitcode for process in ranks] == [0, 0]
+        uuids = [d.uuid for d in cuda_devices]
+        assert sorted([answers.get(), answers.get()]) == [(0, [3.0], uuids), (1, [3.0], uuids)]
+
+    KEPT = []
+
+    @pytest.mark.parametrize("n", range(2))
+    @cuda_isolated
+    @requires_cuda(memory="110GB")
+    def test_leaks(cuda_device, n):
+        free, _ = torch.cuda.mem_get_info()
+        assert free > 100 * 2**30
+        KEPT.append(torch.empty(100 * 2**30, dtype=torch.uint8, device=cuda_device))
+
+    def test_asserts(cuda_device):
+        torch.zeros(4, device=cuda_device)[torch.tensor([99], device=cuda_device)]
+        torch.cuda.synchronize()
+"""
+
+
+@requires_cuda(devices=2, memory="110GB")
+def test_one_and_two_devices_mixed_over_four_workers(pytester: pytest.Pytester) -> None:
+    """Devices by UUID as CUDA tells it, NCCL between two, a leak of 100 GiB, and an assert that harms nobody else."""
+    pytester.makepyfile(MIXED)
+    result = run(pytester, "-n", "4")
+    assert {k: v for k, v in result.parseoutcomes().items() if k != "warnings"} == {"passed": 14, "failed": 1}
+    result.stdout.fnmatch_lines(["FAILED *::test_asserts*"])
