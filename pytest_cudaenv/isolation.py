@@ -17,13 +17,9 @@ from pytest_cudaenv.grants import coverage_data
 from pytest_cudaenv.grants.device_process import DeviceProcess
 from pytest_cudaenv.grants.grant import INHERITED_VARIABLE, Grant, InProcess
 from pytest_cudaenv.grants.interpreter import Interpreters
-from pytest_cudaenv.grants.lease import (
-    Lease,
-    LeaseError,
-    LeaseTable,
-    inherited,
-    lease_directory,
-)
+from pytest_cudaenv.grants.lease import Lease
+from pytest_cudaenv.grants.lease_table import LeaseTable, inherited
+from pytest_cudaenv.grants.lock_folder import LeaseError, lease_directory
 from pytest_cudaenv.grants.process import end, pause_openmp
 from pytest_cudaenv.grants.source import Child, Source
 from pytest_cudaenv.grants.transport import Channel, Message
@@ -63,7 +59,7 @@ class Isolation:
         self.since = 0.0
         settings = session.settings
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or f"{os.getpid()}-{time.time_ns()}"
-        folder = lease_directory(settings.lease_dir, os.environ)
+        folder = lease_directory(settings.lease_dir)
         self.leases = LeaseTable(folder, run=run, inherited=inherited(os.environ))
         self.policy = InProcess(session.host, session.reading)
         self.last: pytest.Item | None = None

@@ -1,4 +1,4 @@
-"""Forked processes that hold leases, wait for them, and are killed."""
+"""Devices, and forked processes that hold leases of them, wait for them, and are killed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ import select
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
+
+from pytest_cudaenv.grants.holder import Holder
+from pytest_cudaenv.grants.lease_table import LeaseTable, LeaseTimeout
+
+GPUS = tuple(f"GPU-{i:08x}-0000-0000-0000-000000000000" for i in range(4))
+A, B, C, D = GPUS
+GiB = 1024**3
+SIZES = dict.fromkeys(GPUS, 24 * GiB)
+Say = Callable[[str], None]
 
 PATIENCE = 60.0
 """Seconds after which a test fails instead of hanging; never a measure of speed."""
@@ -93,3 +102,41 @@ def forever(*_: object) -> None:
     """Hold whatever is held until killed."""
     while True:
         signal.pause()
+
+
+def is_free(table: LeaseTable, *uuids: str) -> bool:
+    """Whether all these devices could be held whole now."""
+    try:
+        table.acquire(uuids, len(uuids), timeout=0).release()
+    except LeaseTimeout:
+        return False
+    return True
+
+
+def holding(table: LeaseTable, *uuids: str) -> Callable[[Say], None]:
+    """The work of a child that holds devices until it is killed."""
+
+    def work(say: Say) -> None:
+        with table.acquire(uuids, len(uuids)):
+            say("held")
+            forever()
+
+    return work
+
+
+def waiting_for(table: LeaseTable, candidates: Sequence[str], count: int) -> Callable[[Say], None]:
+    """The work of a child that says that it waits, and then what it was given."""
+
+    def work(say: Say) -> None:
+        told: list[float] = []
+
+        def waits(seconds: float, holders: Sequence[Holder]) -> None:
+            if not told:
+                say("waits")
+            told.append(seconds)
+
+        with table.acquire(candidates, count, waiting=waits) as lease:
+            say(" ".join(lease.uuids))
+            forever()
+
+    return work

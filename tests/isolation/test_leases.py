@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_cudaenv.grants.lease import LeaseTable
+from pytest_cudaenv.grants.lease_table import LeaseTable
 from pytest_cudaenv.host.catalog import simulated_host
 
 LOGGING = """
