@@ -71,6 +71,21 @@ class CudaDevice(str):
         return " ".join(words[:3]) or self.name
 
 
+@dataclass(frozen=True)
+class DeviceUsage:
+    """What is in use of a device at one moment, in bytes, by whomever."""
+
+    total: int
+    used: int
+    """Allocated, without what the driver keeps for itself where it tells that apart."""
+    free: int
+    processes: tuple[tuple[int, int | None], ...] | None = None
+    """(process id, its bytes or None) of each compute process; None is unknown.
+
+    A container may be shown ids of the host, those of its own processes alone, or none at all.
+    """
+
+
 def renumbered(devices: Iterable[CudaDevice]) -> tuple[CudaDevice, ...]:
     """The same devices, numbered by their place: what a process that sees exactly these would call them."""
     return tuple(d if d.index == i else replace(d, index=i) for i, d in enumerate(devices))

@@ -11,13 +11,21 @@ import ctypes
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pytest_cudaenv.host.catalog import CATALOG
-from pytest_cudaenv.host.devices import UNKNOWN_NAME, Capability, CudaDevice, Problem, cuda_version, renumbered
+from pytest_cudaenv.host.devices import (
+    UNKNOWN_NAME,
+    Capability,
+    CudaDevice,
+    DeviceUsage,
+    Problem,
+    cuda_version,
+    renumbered,
+)
 from pytest_cudaenv.host.problems import PROBLEMS
 
 SUCCESS = 0
@@ -91,20 +99,25 @@ def read_nvml(root: Path = Path("/")) -> NvmlAnswer:
         nvml.ask("nvmlShutdown")
 
 
-def free_memory(uuid: str, root: Path = Path("/")) -> int | None:
-    """Bytes that nobody uses now on the device with this UUID; None where NVML does not tell."""
+def read_usage(uuids: Iterable[str], root: Path = Path("/")) -> dict[str, DeviceUsage]:
+    """What is in use now of the devices with these UUIDs; those of which NVML does not tell are left out."""
     binding = _binding(root)
     if binding is None:
-        return None
+        return {}
     nvml = _Nvml(binding)
     if nvml.ask("nvmlInit").code != SUCCESS:
-        return None
+        return {}
     try:
-        handle = nvml.ask("nvmlDeviceGetHandleByUUID", uuid)
-        free = getattr(nvml.ask("nvmlDeviceGetMemoryInfo", handle.value).value, "free", None)
-        return free if isinstance(free, int) else None
+        found = {uuid: _usage(nvml, uuid) for uuid in uuids}
     finally:
         nvml.ask("nvmlShutdown")
+    return {uuid: usage for uuid, usage in found.items() if usage is not None}
+
+
+def free_memory(uuid: str, root: Path = Path("/")) -> int | None:
+    """Bytes that nobody uses now on the device with this UUID; None where NVML does not tell."""
+    usage = read_usage([uuid], root).get(uuid)
+    return None if usage is None else usage.free
 
 
 class _Reply(NamedTuple):
@@ -329,12 +342,26 @@ def _multiprocessors(nvml: _Nvml, handle: object) -> int | None:
     return attributes.multiprocessorCount or None if attributes is not None else None
 
 
+def _memory_info(nvml: _Nvml, handle: object) -> _Reply:
+    reply = nvml.ask("nvmlDeviceGetMemoryInfo", handle, MEMORY_V2)
+    return reply if reply.code == SUCCESS else nvml.ask("nvmlDeviceGetMemoryInfo", handle)
+
+
 def _reported_memory(nvml: _Nvml, handle: object) -> tuple[int | None, int]:
     """Bytes in total, or None and the code that says why; a stub's zero is no answer."""
-    info, code = nvml.ask("nvmlDeviceGetMemoryInfo", handle, MEMORY_V2)
-    if code != SUCCESS:
-        info, code = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
+    info, code = _memory_info(nvml, handle)
     return (info.total or None) if info is not None else None, code
+
+
+def _usage(nvml: _Nvml, uuid: str) -> DeviceUsage | None:
+    """What is in use of a device; None where NVML does not tell, or tells of memory that is the host's."""
+    handle, code = nvml.ask("nvmlDeviceGetHandleByUUID", uuid)
+    info = _memory_info(nvml, handle).value if code == SUCCESS else None
+    if info is None or not info.total:
+        return None
+    listed = nvml.ask("nvmlDeviceGetComputeRunningProcesses", handle).value
+    processes = None if listed is None else tuple((p.pid, p.usedGpuMemory) for p in listed)
+    return DeviceUsage(info.total, info.used, info.free, processes)
 
 
 def _memory(nvml: _Nvml, handle: object, gpu: CudaDevice, root: Path) -> tuple[int | None, bool]:

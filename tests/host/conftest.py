@@ -26,7 +26,7 @@ import base64, pickle, sys
 from pathlib import Path
 from pytest_cudaenv.host.detect import detect_host
 from pytest_cudaenv.host.driver import ask_driver, is_cuda_initialised
-from pytest_cudaenv.host.nvml import read_nvml
+from pytest_cudaenv.host.nvml import read_nvml, read_usage
 sys.stdout.write(base64.b64encode(pickle.dumps(eval(sys.argv[1]))).decode())
 """
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from pytest_cudaenv.host.devices import DeviceUsage
 from pytest_cudaenv.host.nvml import NvmlAnswer, read_nvml
 from pytest_cudaenv.host.problems import PROBLEMS
-from tests.native.build import FakeGpu, FakeInstance, build_nvml, client_environment, nvml_environment
+from tests.native.build import FakeGpu, FakeInstance, build_nvml, client_environment, nvml_environment, usage_line
 
 MiB = 1024**2
 
@@ -324,6 +325,55 @@ class TestMig:
         (note,) = answer.notes
         assert "gpu-lost" in note
         assert read(self.a100(FakeInstance(codes={"uuid": 15}))).problem == PROBLEMS["gpu-lost"]
+
+
+class TestUsage:
+    """What is in use of a device now."""
+
+    MIG = FakeGpu(uuid="GPU-33333333-2222-4333-8444-555555555555", mig=[FakeInstance()], pci=(0, 3, 0))
+
+    @pytest.fixture
+    def usage(self, ask: Callable[..., Any], nvml_folder: Path, tmp_path: Path) -> Callable[..., Any]:
+        def usage(gpus: list[FakeGpu], *lines: str, folder: Path = nvml_folder, **settings: object) -> Any:
+            (tmp_path / "usage").write_text("".join(lines))
+            environ = nvml_environment(gpus, usage=tmp_path / "usage", **settings)
+            uuids = [device.uuid for gpu in gpus for device in (gpu.mig or [gpu])]
+            return ask(f"read_usage({uuids!r})", client_environment(folder, **environ))
+
+        return usage
+
+    def test_memory_and_processes(self, usage: Callable[..., Any]) -> None:
+        line = usage_line(str(H100.uuid), 41000, 559, {77: 40000, 78: None})
+        found = usage([H100, T4], line)
+        total = 81559 * MiB
+        processes = ((77, 40000 * MiB), (78, None))
+        assert found == {
+            H100.uuid: DeviceUsage(total, 41000 * MiB, 40000 * MiB, processes),
+            T4.uuid: DeviceUsage(15360 * MiB, 0, 15360 * MiB, ()),
+        }
+
+    def test_an_instance_has_its_own(self, usage: Callable[..., Any]) -> None:
+        uuid = FakeInstance().uuid
+        found = usage([self.MIG], usage_line(str(self.MIG.uuid), 9000), usage_line(uuid, 64, 0, {5: 64}))
+        assert found == {uuid: DeviceUsage(4864 * MiB, 64 * MiB, 4800 * MiB, ((5, 64 * MiB),))}
+
+    @pytest.mark.parametrize("call", ["handle", "mem"])
+    def test_what_nvml_does_not_tell_is_left_out(self, usage: Callable[..., Any], call: str) -> None:
+        lost = FakeGpu(codes={call: 15})
+        assert list(usage([lost, T4])) == [T4.uuid]
+
+    def test_processes_that_are_not_told_are_unknown(self, usage: Callable[..., Any]) -> None:
+        assert usage([FakeGpu(codes={"processes": 4})])[H100.uuid].processes is None
+
+    def test_an_old_driver_counts_what_it_keeps_as_used(self, usage: Callable[..., Any], old_nvml_folder: Path) -> None:
+        found = usage([H100], usage_line(str(H100.uuid), 1000, 559), folder=old_nvml_folder)
+        assert found[H100.uuid].used == 1559 * MiB
+
+    def test_a_nvml_that_fails_tells_nothing(self, usage: Callable[..., Any]) -> None:
+        assert usage([H100], init=999) == {}
+
+    def test_unified_memory_is_not_judged(self, usage: Callable[..., Any]) -> None:
+        assert usage([GB10]) == {}
 
 
 @pytest.mark.parametrize(("cuda", "version"), [(13000, (13, 0)), (12080, (12, 8)), (11040, (11, 4)), (0, None)])

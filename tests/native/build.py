@@ -87,6 +87,12 @@ def nvml_environment(gpus: Sequence[FakeGpu], **settings: object) -> dict[str, s
     return {"FAKE_NVML": ";".join(records), **extra}
 
 
+def usage_line(uuid: str, used: int, reserved: int = 0, processes: Mapping[int, int | None] | None = None) -> str:
+    """A line of the file FAKE_NVML_USAGE: MiB that are used and reserved, and of each process (None: not told)."""
+    listed = [f"{pid}:{'-' if mib is None else mib}" for pid, mib in (processes or {}).items()]
+    return " ".join([uuid, str(used), str(reserved), *listed]) + "\n"
+
+
 def _gpu_fields(gpu: FakeGpu) -> dict[str, object]:
     fields: dict[str, object] = {"name": gpu.name, "mib": gpu.mib}
     if gpu.uuid is not None:

@@ -7,10 +7,13 @@
  * FAKE_NVML_INIT     what nvmlInitWithFlags returns; FAKE_NVML_COUNT what nvmlDeviceGetCount returns
  * FAKE_NVML_ALIVE    after so many queries of devices every later one returns 999
  * FAKE_NVML_DRIVER, FAKE_NVML_CUDA (13000), FAKE_NVML_CUDA_RC
+ * FAKE_NVML_USAGE    a file that is read for each query: lines "uuid used-MiB reserved-MiB pid:MiB pid:- ..." of what
+ *                    is in use now ("-": not told); a device that has none is empty
  * FAKE_NVML_LOG      a file that gets a line for each init and shutdown
  *
  * With -DOLD the functions that newer drivers brought are missing.
  */
+#define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,7 +21,7 @@
 typedef unsigned int uint;
 typedef unsigned long long ull;
 
-enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, UNKNOWN = 999, MAX = 256 };
+enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, UNKNOWN = 999, MAX = 256 };
 
 static const char *setting(const char *name, const char *otherwise) {
     const char *value = getenv(name);
@@ -132,11 +135,62 @@ int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
     return sscanf(text, "%d.%d", major, minor) == 2 ? OK : NOT_SUPPORTED;
 }
 
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **out) {
+    char text[MAX];
+    for (int i = 0; record(i); i++) {
+        if (!field(i, "uuid", text) || strcmp(text, uuid)) continue;
+        *out = (void *)(long)(i + 1);
+        return code_of(i, "handle");
+    }
+    return NOT_FOUND;
+}
+
+/* The rest of a device's line of FAKE_NVML_USAGE, in a buffer; empty where it has none. */
+static char *usage(int record_number, char *line, int size) {
+    char uuid[MAX];
+    const char *path = getenv("FAKE_NVML_USAGE");
+    FILE *file = path ? fopen(path, "r") : NULL;
+    size_t length;
+    if (file && field(record_number, "uuid", uuid)) {
+        length = strlen(uuid);
+        while (fgets(line, size, file))
+            if (!strncmp(line, uuid, length) && line[length] == ' ') { fclose(file); return line + length; }
+    }
+    if (file) fclose(file);
+    line[0] = 0;
+    return line;
+}
+
 struct memory_v1 { ull total, free, used; };
 int nvmlDeviceGetMemoryInfo(void *handle, struct memory_v1 *out) {
+    char line[4096];
+    ull used = 0, reserved = 0;
     CHECK("mem");
-    out->total = out->free = (ull)number_of(RECORD, "mib", 0) << 20;
-    out->used = 0;
+    sscanf(usage(RECORD, line, sizeof line), "%llu %llu", &used, &reserved);
+    out->total = (ull)number_of(RECORD, "mib", 0) << 20;
+    out->used = (used + reserved) << 20;
+    out->free = out->total - out->used;
+    return OK;
+}
+
+struct process { uint pid; ull used; uint gi, ci; };
+int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, uint *count, struct process *out) {
+    char line[4096], *word, *rest;
+    uint found = 0;
+    CHECK("processes");
+    strtok_r(usage(RECORD, line, sizeof line), " \n", &rest);
+    strtok_r(NULL, " \n", &rest);
+    while ((word = strtok_r(NULL, " \n", &rest))) {
+        char *size = strchr(word, ':');
+        if (out && found < *count) {
+            memset(&out[found], 0, sizeof *out);
+            out[found].pid = (uint)atol(word);
+            out[found].used = !size || size[1] == '-' ? ~0ull : (ull)atol(size + 1) << 20;
+        }
+        found++;
+    }
+    if (found && (!out || found > *count)) { *count = found; return INSUFFICIENT_SIZE; }
+    *count = found;
     return OK;
 }
 
@@ -159,8 +213,13 @@ int nvmlDeviceGetMemoryInfo_v2(void *handle, struct memory_v2 *out) {
     CHECK("mem2");
     CHECK("mem");
     if (out->version != 0x02000028) return 25;
-    out->total = out->free = (ull)number_of(RECORD, "mib", 0) << 20;
-    out->reserved = out->used = 0;
+    char line[4096];
+    ull used = 0, reserved = 0;
+    sscanf(usage(RECORD, line, sizeof line), "%llu %llu", &used, &reserved);
+    out->total = (ull)number_of(RECORD, "mib", 0) << 20;
+    out->reserved = reserved << 20;
+    out->used = used << 20;
+    out->free = out->total - out->used - out->reserved;
     return OK;
 }
 
