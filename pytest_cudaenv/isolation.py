@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,14 @@ from pytest_cudaenv.grants.grant import INHERITED_VARIABLE, Grant, InProcess
 from pytest_cudaenv.grants.interpreter import Interpreters
 from pytest_cudaenv.grants.lease import Lease
 from pytest_cudaenv.grants.lease_table import LeaseTable, inherited
+from pytest_cudaenv.grants.leasing import Demanded, Leasing
 from pytest_cudaenv.grants.lock_folder import LeaseError, lease_directory
 from pytest_cudaenv.grants.process import end, pause_openmp
 from pytest_cudaenv.grants.source import Child, Source
 from pytest_cudaenv.grants.transport import Channel, Message
 from pytest_cudaenv.grants.zygote import Zygote
 from pytest_cudaenv.host.mask import DEVICE_ORDER, VISIBLE_DEVICES, write_mask
+from pytest_cudaenv.host.nvml import read_usage
 from pytest_cudaenv.interpreter import ELSEWHERE, order
 from pytest_cudaenv.requirements.requirement import Requirement, device_reasons
 from pytest_cudaenv.session import PLAN
@@ -61,6 +64,8 @@ class Isolation:
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or f"{os.getpid()}-{time.time_ns()}"
         folder = lease_directory(settings.lease_dir)
         self.leases = LeaseTable(folder, run=run, inherited=inherited(os.environ))
+        usage = read_usage if session.host.simulated is None else None
+        self.leasing = Leasing(self.leases, settings.wait, usage, self._warn)
         self.policy = InProcess(session.host, session.reading)
         self.last: pytest.Item | None = None
         """The test that the process ran last."""
@@ -117,19 +122,13 @@ class Isolation:
     def _acquire(self, requirement: Requirement, item: pytest.Item) -> bool:
         """Lease the devices of a test; False where they could not be had, which is the test's error, never a skip."""
         host, visible = self.session.host, self.session.reading.devices
-        candidates = [d for d in visible if not device_reasons(requirement, d, host)]
+        candidates = tuple(d for d in visible if not device_reasons(requirement, d, host))
         self.budget = None if requirement.exclusive else requirement.memory or None
+        count, memory = requirement.device_count, requirement.memory
         try:
-            self.lease = self.leases.acquire(
-                [d.uuid for d in candidates],
-                requirement.device_count,
-                timeout=self.session.settings.wait,
-                memory=self.budget,
-                total={d.uuid: d.total_memory for d in candidates if d.total_memory is not None},
-                test=item.nodeid,
-            )
+            self.lease = self.leasing.acquire(Demanded(candidates, count, self.budget, memory, item.nodeid))
         except LeaseError as error:
-            self._error(item, f"[device-busy] {error}")
+            self._error(item, f"[{error.code}] {error}")
             return False
         self.since = time.monotonic()
         self.grant = Grant(tuple(d for d in visible if d.uuid in self.lease.uuids))
@@ -137,8 +136,14 @@ class Isolation:
 
     def _release(self) -> None:
         if self.lease is not None:
-            self.lease.release()
+            self.leasing.release(self.lease, self.grant.devices if self.grant is not None else ())
         self.lease = self.grant = None
+
+    def _warn(self, text: str) -> None:
+        """Put a warning into the summary, without raising it: an exception of ours must not end the run."""
+        found = warnings.WarningMessage(pytest.PytestWarning(text), pytest.PytestWarning, __file__, 0)
+        hook = self.pytest_session.config.hook.pytest_warning_recorded
+        hook.call_historic(kwargs={"warning_message": found, "when": "runtest", "nodeid": "", "location": None})
 
     def _serves(self, item: pytest.Item) -> bool:
         """Whether the process that is there may run this test: its grant fits, and so does the level of isolation."""

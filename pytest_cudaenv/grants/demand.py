@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 SHARERS = 64
@@ -74,3 +74,13 @@ def waits_for_others(demand: Demand, ahead: Sequence[Demand], held: Held) -> boo
     """
     stuck = [earlier for earlier in ahead if decide(earlier, (), held) is None]
     return decide(demand, stuck, held) is None
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What leases say about a device."""
+
+    budgets: Sequence[int | None] = ()
+    """What each other lease of it takes: bytes, or None for all of it."""
+    unleased: Collection[int] = ()
+    """Ids of processes of this run that use devices without a lease: its unmarked tests, in the pytest process."""

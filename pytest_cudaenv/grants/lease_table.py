@@ -8,6 +8,7 @@ process id is never asked for. What stands *inside* a file only names holders an
     device.<uuid>      exclusive: held whole; shared: held by processes that each declared a memory budget
     share.<uuid>.<n>   exclusive: one sharer of that device, its budget inside
     queue.<n>          exclusive: one request that waits; its turn and what it asks for inside
+    unleased.<n>       exclusive: a pytest process that uses devices without a lease
 
 Devices are taken all or none, in one look, and nobody holds a device while waiting for another, so there is no
 deadlock. Who may take them is the pure function `decide`: a request takes free devices past those that wait longer
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_cudaenv.grants.demand import SHARERS, Demand, decide, waits_for_others
+from pytest_cudaenv.grants.demand import SHARERS, Demand, Holding, decide, waits_for_others
 from pytest_cudaenv.grants.grant import INHERITED_VARIABLE
 from pytest_cudaenv.grants.holder import Holder, Waiting, holder_from, waiting_from
 from pytest_cudaenv.grants.lease import Lease
@@ -135,6 +136,30 @@ class LeaseTable:
         with LockFolder(self.directory) as folder:
             queue = self._queue(folder, None)
         return any(set(uuids) & set(entry.demand.candidates) for entry in queue)
+
+    def survey(self, uuids: Sequence[str]) -> dict[str, Holding]:
+        """What others hold of these devices (all of them, where that can't be told), and who uses them unleased."""
+        end = time.monotonic() + GATE_PATIENCE
+        while True:
+            with LockFolder(self.directory) as folder:
+                if folder.locked("gate", EXCLUSIVE) is not None:
+                    found = {uuid: [h for h in _holders(folder, uuid) if not self._is_mine(h)] for uuid in uuids}
+                    said = [holder_from("", s) for s in _live(folder, "unleased.")]
+                    unleased = frozenset(h.pid for h in said if h.pid is not None and self._is_own(h))
+                    return {uuid: Holding([h.memory for h in held], unleased) for uuid, held in found.items()}
+            if time.monotonic() >= end:
+                return {uuid: Holding([None]) for uuid in uuids}
+            time.sleep(0.002)
+
+    def announce(self) -> LockFile:
+        """Say that this process uses devices without a lease, until the file is closed or the process ends."""
+        with LockFolder(self.directory) as folder:
+            file = _free(folder, "unleased.", WAITERS)
+            if file is None:
+                raise LeaseError(f"{WAITERS} processes use devices without a lease")
+            file.stays = True
+            file.write({"pid": os.getpid(), "run": self.run})
+            return file
 
     def _met(
         self,
@@ -249,6 +274,9 @@ class LeaseTable:
 
     def _is_own(self, holder: Holder) -> bool:
         return bool(self.run) and holder.run == self.run
+
+    def _is_mine(self, holder: Holder) -> bool:
+        return holder.pid == os.getpid() and self._is_own(holder)  # the id alone may be another container's
 
     def _gate_holder(self) -> Holder:
         with LockFolder(self.directory) as folder:

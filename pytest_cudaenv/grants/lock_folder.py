@@ -25,6 +25,9 @@ SHARED, EXCLUSIVE = fcntl.LOCK_SH, fcntl.LOCK_EX
 class LeaseError(RuntimeError):
     """The lock folder cannot be used; the message names the path, its owner and the remedy."""
 
+    code = "device-busy"
+    """The stable code of the test's error."""
+
 
 def lease_directory(chosen: str | None) -> Path:
     """The folder of the lock files: the one that the run was told, or one that all users of the host share.

@@ -12,10 +12,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from processes import GPUS, PATIENCE, SIZES, A, B, C, Forked, GiB, Say, forever, holding, is_free, waiting_for
+from processes import GPUS, PATIENCE, SIZES, A, B, C, Forked, GiB, Say, forever, holding, is_free, until, waiting_for
 
 from pytest_cudaenv.grants.lease import Lease
 from pytest_cudaenv.grants.lease_table import LeaseTable
@@ -118,6 +118,47 @@ class TestProcesses:
             ours.send(b".")
             assert child.line() == "released"
             assert is_free(table, A, B)
+
+    def test_a_stuck_device_process_keeps_the_lease_of_its_killed_run(self, table: LeaseTable) -> None:
+        """The run sends the descriptors to its zygote, which forks: once both are gone, the last one still holds."""
+        ours, theirs = socket.socketpair()
+
+        def run(say: Say) -> None:
+            theirs.close()
+            with table.acquire([A, B], 2, memory=GiB, total={A: 2 * GiB}) as lease:
+                socket.send_fds(ours, [b"lease"], lease.filenos())
+                forever()
+
+        def zygote(say: Say) -> None:
+            ours.close()
+            _, descriptors, _, _ = socket.recv_fds(theirs, 16, 16, socket.MSG_CMSG_CLOEXEC)
+            if os.fork() == 0:
+                lease = Lease.adopt(descriptors, (A, B))
+                if os.fork() == 0:  # a worker of a DataLoader
+                    say(f"{os.getppid()} {os.getpid()} {len(lease.filenos())}")
+                    forever()
+                forever(lease)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            forever()
+
+        with Forked(run) as first, Forked(zygote) as second:
+            ours.close()
+            theirs.close()
+            device_process, worker, held_by_worker = map(int, second.line().split())
+            try:
+                for one in (first, second):
+                    one.kill()
+                    one.wait()
+                assert held_by_worker == 0
+                assert not is_free(table, A)
+                assert not is_free(table, B)
+                os.kill(device_process, signal.SIGKILL)
+                until(lambda: is_free(table, A, B))
+            finally:
+                for pid in (device_process, worker):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
 
     def test_adopted_descriptors_close_on_exec(self, table: LeaseTable) -> None:
         with table.acquire([A], 1) as lease:
