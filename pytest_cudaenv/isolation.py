@@ -123,8 +123,8 @@ class Isolation:
         """Lease the devices of a test; False where they could not be had, which is the test's error, never a skip."""
         host, visible = self.session.host, self.session.reading.devices
         candidates = tuple(d for d in visible if not device_reasons(requirement, d, host))
-        self.budget = None if requirement.exclusive else requirement.memory or None
-        count, memory = requirement.device_count, requirement.memory
+        self.budget = self._budget(requirement)
+        count, memory = requirement.device_count, requirement.memory or self.budget or 0
         try:
             self.lease = self.leasing.acquire(Demanded(candidates, count, self.budget, memory, item.nodeid))
         except LeaseError as error:
@@ -133,6 +133,10 @@ class Isolation:
         self.since = time.monotonic()
         self.grant = Grant(tuple(d for d in visible if d.uuid in self.lease.uuids))
         return True
+
+    def _budget(self, requirement: Requirement) -> int | None:
+        """Bytes on each device of a test that shares its devices; None: it takes them whole."""
+        return None if requirement.exclusive else requirement.memory or self.session.settings.default_memory
 
     def _release(self) -> None:
         if self.lease is not None:
@@ -150,7 +154,8 @@ class Isolation:
         requirement = item.stash[PLAN].requirement
         if self.grant is None or not self.policy.fits(requirement, self.grant):
             return False
-        if self.budget is not None and (requirement.exclusive or not 0 < requirement.memory <= self.budget):
+        budget = self._budget(requirement)
+        if self.budget is not None and (budget is None or budget > self.budget):
             return False  # it shares its devices, and this test would take more of them
         return self._shares(item)
 

@@ -63,6 +63,11 @@ OPTIONS = (
         default="600",
     ),
     Option(
+        "default-memory",
+        "what device tests without memory= use on each device, 8GB: they share devices instead of taking them whole",
+        "SIZE",
+    ),
+    Option(
         "lease-dir",
         "folder of the locks on devices, shared by all runs that share them (containers: mount one)",
         "PATH",

@@ -167,9 +167,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+# First, as a worker's report is sent to the controller by the same hook.
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     # The hook has no config: the innermost run is the one that logs.
     if _sessions and (record := getattr(report, "cudaenv", None)) is not None:
+        _sessions[-1].add_waiting(report.nodeid, record)
         _sessions[-1].reporting.summary.add(report.nodeid, report.when, report.outcome, record)
 
 

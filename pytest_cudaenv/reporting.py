@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -80,6 +81,7 @@ class Reporting:
             return
         simulated = session.settings.simulate
         lines = self.summary.lines("would run" if session.only_collects else "passed")
+        lines += self.summary.waiting.lines(time.monotonic() - session.began)
         if simulated and not session.only_collects:
             lines.insert(0, f"SIMULATED {simulated}: nothing here ran on such a device")
         if lines:

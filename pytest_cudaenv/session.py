@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -71,6 +72,7 @@ class CudaSession:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
+        self.began = time.monotonic()
         self.collecting = True
         self.planned = False
         """Whether some collected test uses the plugin."""
@@ -381,6 +383,13 @@ class CudaSession:
         if (plan := item.stash.get(PLAN, None)) is not None:
             record = record_of(plan, item.stash.get(RAN_ON, None), item.stash.get(REASONS, ()))
             report.cudaenv = record  # type: ignore[attr-defined]
+
+    def add_waiting(self, nodeid: str, record: dict[str, Any]) -> None:
+        """Put on a test's first report how long it waited for its devices; known to the process that leases them."""
+        waited = self.isolation.leasing.waited.pop(nodeid, None) if self.isolation is not None else None
+        if waited is not None and waited.seconds >= 0.1:
+            worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+            record["waited"] = {"seconds": waited.seconds, "whole": waited.whole, "worker": worker}
 
     def print_summary(self, reporter: pytest.TerminalReporter) -> None:
         """After the run, where some test of it used the plugin, or it was told something."""

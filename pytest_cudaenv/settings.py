@@ -24,6 +24,8 @@ class Settings:
     isolation: str = "session"
     wait: float = 600.0
     """Seconds that a device test waits for other runs; waiting for its own run has no limit."""
+    default_memory: int | None = None
+    """Bytes on each device of tests that declare none; None: they take their devices whole."""
     lease_dir: str | None = None
     simulate: str | None = None
     assume: tuple[str, ...] = ()
@@ -58,6 +60,7 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] | None = None) -> 
         unmet=values["unmet"],
         isolation=values["isolation"],
         wait=_seconds(values["wait"]),
+        default_memory=_bytes(values["default-memory"]),
         lease_dir=values["lease-dir"],
         simulate=values["simulate"],
         assume=values["assume"],
@@ -77,6 +80,17 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds < float("inf"):
         raise pytest.UsageError(f"--cuda-wait: {text!r}: write a number of seconds")
     return seconds
+
+
+def _bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    from pytest_cudaenv.requirements.sizes import parse_memory
+
+    try:
+        return parse_memory(text.strip())
+    except ValueError as error:
+        raise pytest.UsageError(f"--cuda-default-memory: {str(error).removeprefix('memory=')}") from None
 
 
 def with_canonical_names(settings: Settings) -> Settings:

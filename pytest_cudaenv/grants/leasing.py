@@ -51,6 +51,15 @@ class Demanded:
     test: str = ""
 
 
+@dataclass
+class Waited:
+    """How long a test has waited for its devices."""
+
+    seconds: float = 0.0
+    whole: bool = False
+    """It declares no memory, and so takes its devices whole."""
+
+
 @dataclass(frozen=True)
 class _Look:
     """What strangers do on the devices that a test could have, by UUID."""
@@ -73,8 +82,8 @@ class Leasing:
     ) -> None:
         self.table = table
         self.wait = wait
-        self.waited: dict[str, float] = {}
-        """Test -> seconds that it has waited for its devices."""
+        self.waited: dict[str, Waited] = {}
+        """By test."""
         self._usage = usage
         self._warn = warn
         self._before: dict[str, DeviceUsage] = {}
@@ -89,7 +98,9 @@ class Leasing:
         try:
             return self._acquired(demanded)
         finally:
-            self.waited[demanded.test] = self.waited.get(demanded.test, 0.0) + time.monotonic() - began
+            waited = self.waited.setdefault(demanded.test, Waited())
+            waited.seconds += time.monotonic() - began
+            waited.whole = demanded.budget is None and not demanded.memory
 
     def release(self, lease: Lease, devices: Iterable[CudaDevice] = ()) -> None:
         """Give the devices back, whose process has ended, once the driver has released its memory, or soon after."""

@@ -19,6 +19,51 @@ class Group:
     tests: set[str] = field(default_factory=set)
 
 
+LONG_WAIT = 5.0
+"""Seconds of waiting for devices, over all tests, below which a run is not told of them."""
+
+LONG_SHARE = 0.1
+"""The part of a run's time (that of the workers which waited) likewise."""
+
+
+@dataclass
+class Waiting:
+    """How long the tests of a run waited for their devices."""
+
+    seconds: float = 0.0
+    tests: set[str] = field(default_factory=set)
+    whole: set[str] = field(default_factory=set)
+    """Tests that declare no memory, and so take their devices whole."""
+    workers: set[str] = field(default_factory=set)
+
+    def add(self, nodeid: str, waited: Mapping[str, Any]) -> None:
+        """Count one test's waiting."""
+        self.seconds += waited["seconds"]
+        self.tests.add(nodeid)
+        self.workers.add(waited["worker"])
+        if waited["whole"]:
+            self.whole.add(nodeid)
+
+    def lines(self, elapsed: float) -> list[str]:
+        """How long, and what to declare; none where a run of `elapsed` seconds did not wait long."""
+        share = self.seconds / max(elapsed * len(self.workers), 1e-9)
+        if self.seconds < LONG_WAIT or share < LONG_SHARE:
+            return []
+        if self.whole:
+            remedy = (
+                f"{len(self.whole)} of them declare no memory= and take devices whole: declare it, or set "
+                "cuda_default_memory, so that more share a device."
+            )
+        else:
+            remedy = "Declare less memory= where it is too much, or run fewer workers (-n)."
+        tests = f"{len(self.tests)} test{'s' if len(self.tests) > 1 else ''}"
+        time = "the run" if len(self.workers) == 1 else f"the time of {len(self.workers)} workers"
+        return [
+            f"waited for devices: {self.seconds:.0f} s in {tests}, {100 * min(share, 1):.0f} % of {time}",
+            f"       {remedy}",
+        ]
+
+
 @dataclass
 class Summary:
     """Counts over the reports of a run; the same on one process and over xdist's workers."""
@@ -29,11 +74,14 @@ class Summary:
     """Reason line -> the tests that it kept from running."""
     errors: set[str] = field(default_factory=set)
     """Tests that are errors because a device is present and unusable."""
+    waiting: Waiting = field(default_factory=Waiting)
 
     def add(self, nodeid: str, when: str, outcome: str, record: Mapping[str, Any] | None) -> None:
         """Count one report (setup, call or teardown) of a test that uses the plugin."""
         if record is None:
             return
+        if (waited := record.get("waited")) is not None:
+            self.waiting.add(nodeid, waited)
         if when == "call" and outcome == "passed" and record.get("ran_on"):
             self.passed[record["ran_on"]] += 1
         if when == "teardown" or outcome == "passed":

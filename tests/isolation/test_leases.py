@@ -137,6 +137,63 @@ def test_small_tests_share_a_device_while_their_memory_fits(pytester: pytest.Pyt
     assert most_at_once(folder) == 1
 
 
+QUEUE = """
+    @pytest.mark.parametrize("x", range(4))
+    def test_one(cuda_devices, x): use(cuda_devices, SECONDS)
+"""
+
+TOGETHER = """
+    @pytest.mark.parametrize("x", range(4))
+    def test_one(cuda_devices, x):
+        with open(os.environ["EVENTS"], "a") as file: file.write(f"{time.monotonic()} + {cuda_devices[0].uuid}\\n")
+        while len(open(os.environ["EVENTS"]).readlines()) < 2: time.sleep(0.01)  # as nobody ends before, two share
+"""
+
+
+@pytest.mark.parametrize("default", ["option", "ini", "variable", None])
+def test_a_default_memory_makes_tests_share_and_without_it_the_summary_advises_to(
+    pytester: pytest.Pytester, folder: Path, monkeypatch: pytest.MonkeyPatch, default: str | None
+) -> None:
+    pytester.makepyfile(LOGGING + (TOGETHER if default else QUEUE.replace("SECONDS", "2.5")))
+    arguments = ["--cuda-simulate", "h100", "--cuda-isolation", "session", "-n", "4", "--timeout", "60"]
+    if default == "option":
+        arguments += ["--cuda-default-memory", "15GB"]
+    elif default == "ini":
+        pytester.makeini("[pytest]\ncuda_default_memory = 15GB")
+    elif default == "variable":
+        monkeypatch.setenv("CUDAENV_DEFAULT_MEMORY", "15GB")
+    result = pytester.runpytest_subprocess(*arguments)
+    result.assert_outcomes(passed=4)
+    if default is None:
+        assert most_at_once(folder) == 1
+        result.stdout.fnmatch_lines(["waited for devices: * s in 3 tests, * % of the time of 3 workers"])
+        result.stdout.fnmatch_lines(["*3 of them declare no memory=*cuda_default_memory*"])
+    else:
+        assert most_at_once(folder) >= 2
+        result.stdout.no_fnmatch_line("waited for devices:*")
+
+
+def test_an_exclusive_test_takes_its_device_whole_all_the_same(pytester: pytest.Pytester, folder: Path) -> None:
+    queue = QUEUE.replace("    @pytest", "    @requires_cuda(exclusive=True)\n    @pytest").replace("SECONDS", "0.2")
+    pytester.makepyfile(LOGGING + queue)
+    arguments = ("--cuda-simulate", "h100", "--cuda-isolation", "session", "--cuda-default-memory", "15GB", "-n", "4")
+    pytester.runpytest_subprocess(*arguments).assert_outcomes(passed=4)
+    assert most_at_once(folder) == 1
+
+
+def test_a_default_memory_is_written_as_memory_is(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_subprocess("--cuda-default-memory", "15")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--cuda-default-memory: '15': write a number and a unit*"])
+
+
+def test_a_default_memory_is_no_need(pytester: pytest.Pytester) -> None:
+    """A device that is smaller serves a test that declares nothing, whole."""
+    pytester.makepyfile("def test_it(cuda_device): pass")
+    arguments = ("--cuda-simulate", "t4", "--cuda-isolation", "session", "--cuda-default-memory", "40GB")
+    pytester.runpytest_subprocess(*arguments).assert_outcomes(passed=1)
+
+
 def test_a_nested_run_inherits_the_lease(pytester: pytest.Pytester) -> None:
     """It would otherwise wait for what the test that started it holds."""
     pytester.makepyfile(
