@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import os
 import time
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -60,12 +59,14 @@ class Isolation:
         self.budget: int | None = None
         """Bytes on each device, where the process shares its devices; None: it has them whole."""
         self.since = 0.0
+        self.environ = dict(os.environ)
+        """With the run's mask, whatever the pytest process shows its own tests."""
         settings = session.settings
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or f"{os.getpid()}-{time.time_ns()}"
         folder = lease_directory(settings.lease_dir)
         self.leases = LeaseTable(folder, run=run, inherited=inherited(os.environ))
         usage = read_usage if session.host.simulated is None else None
-        self.leasing = Leasing(self.leases, settings.wait, usage, self._warn)
+        self.leasing = Leasing(self.leases, settings.wait, usage, session.warn)
         self.policy = InProcess(session.host, session.reading)
         self.last: pytest.Item | None = None
         """The test that the process ran last."""
@@ -143,12 +144,6 @@ class Isolation:
             self.leasing.release(self.lease, self.grant.devices if self.grant is not None else ())
         self.lease = self.grant = None
 
-    def _warn(self, text: str) -> None:
-        """Put a warning into the summary, without raising it: an exception of ours must not end the run."""
-        found = warnings.WarningMessage(pytest.PytestWarning(text), pytest.PytestWarning, __file__, 0)
-        hook = self.pytest_session.config.hook.pytest_warning_recorded
-        hook.call_historic(kwargs={"warning_message": found, "when": "runtest", "nodeid": "", "location": None})
-
     def _serves(self, item: pytest.Item) -> bool:
         """Whether the process that is there may run this test: its grant fits, and so does the level of isolation."""
         requirement = item.stash[PLAN].requirement
@@ -200,7 +195,7 @@ class Isolation:
         assert self.grant is not None
         assert self.lease is not None
         host = self.session.host
-        mask = write_mask(self.grant.devices, os.environ, host.devices, host.fastest_first)
+        mask = write_mask(self.grant.devices, self.environ, host.devices, host.fastest_first)
         uuids = [d.uuid for d in self.grant.devices]
         message: Message = {"environ": {**mask, INHERITED_VARIABLE: ",".join(uuids), **environ}, "devices": uuids}
         self.started += 1
@@ -208,7 +203,9 @@ class Isolation:
             return self.source.start(message, self.lease.filenos())
         config = self.pytest_session.config
         message |= {**order(config, self.started), "path": str(item.path)}
-        message["outer"] = {name: os.environ[name] for name in (VISIBLE_DEVICES, DEVICE_ORDER) if name in os.environ}
+        message["outer"] = {
+            name: self.environ[name] for name in (VISIBLE_DEVICES, DEVICE_ORDER) if name in self.environ
+        }
         with compat.uncaptured(config):  # the interpreter captures for itself, and debuggers need the terminal
             return self.source.start(message, self.lease.filenos())
 

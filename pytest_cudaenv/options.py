@@ -49,6 +49,15 @@ OPTIONS = (
         choices=("skip", "deselect", "fail"),
     ),
     Option(
+        "unmarked",
+        "what becomes of tests that declare no device: they run as they are, and those that used CUDA are named (keep, "
+        "the default), they see no device (hide), are granted one where the host has one (grant), or fail if they "
+        "used CUDA (fail)",
+        "{keep,hide,grant,fail}",
+        default="keep",
+        choices=("keep", "hide", "grant", "fail"),
+    ),
+    Option(
         "isolation",
         "run device tests in device processes: one while its grant fits the next test (session, the default), per "
         "module, per test (function), or in the pytest process (off)",

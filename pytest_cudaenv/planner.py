@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pytest_cudaenv import compat
-from pytest_cudaenv.cells import without_impossible
+from pytest_cudaenv.cells import CellParameters, without_impossible
 from pytest_cudaenv.plan import Plan, plan_of
+from pytest_cudaenv.requirements.requirement import Requirement
 from pytest_cudaenv.session import PLAN, PLANNED_MARKS, WRONG, count_marks, record_of
 
 if TYPE_CHECKING:
@@ -68,15 +70,28 @@ class Planner:
                 raise pytest.UsageError(str(error)) from None
             item.stash[WRONG] = str(error)
             return None
+        declared = plan
+        if self.session.settings.unmarked == "grant":
+            plan = self._granted(plan)
         if plan is None:
             return None
         self.session.planned = True
         item.stash[PLAN], item.stash[PLANNED_MARKS] = plan, count_marks(item)
-        if plan.requirement.asks_for_device:
+        if declared is None:
+            return plan  # its marks stay its own: `-m cuda` selects by declared need
+        if declared.requirement.asks_for_device:
             item.add_marker("cuda")
-        if plan.requirement.devices > 1:
+        if declared.requirement.devices > 1:
             item.add_marker("multi_gpu")
         return plan
+
+    def _granted(self, plan: Plan | None) -> Plan | None:
+        """The plan of a test that declares no device, with one where this host can grant it."""
+        granted = plan or Plan(Requirement(), CellParameters())
+        if granted.requirement.asks_for_device or not self.session.reading.devices:
+            return plan
+        requirement = replace(granted.requirement, device_if_any=True)
+        return plan if self.session.unmet(requirement) else replace(granted, requirement=requirement)
 
     def _is_selected(self, item: pytest.Item, plan: Plan) -> bool:
         settings = self.session.settings

@@ -113,8 +113,9 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     if state is None:
         return (yield)
     state.end_collection()
-    state.start_isolation(session)
     try:
+        state.start_isolation(session)
+        state.start_unmarked(session)
         return (yield)
     finally:
         state.end_isolation()
@@ -123,9 +124,13 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     session = item.config.stash.get(SESSION, None)
-    if session is None or session.isolation is None:
+    if session is None:
         return None
-    return session.isolation.run(item, nextitem) or None
+    if session.isolation is not None and session.isolation.run(item, nextitem):
+        return True
+    if session.unmarked is not None:
+        session.unmarked.begin(item)
+    return None
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)

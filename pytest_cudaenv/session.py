@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from pytest_cudaenv.requirements.requirement import Requirement
     from pytest_cudaenv.runner import Runner
     from pytest_cudaenv.settings import Settings
+    from pytest_cudaenv.unmarked import Unmarked
 
 SESSION = pytest.StashKey["CudaSession"]()
 
@@ -79,6 +81,8 @@ class CudaSession:
         self.environment = Environment()
         self.isolation: Isolation | None = None
         """Device processes, where there are any."""
+        self.unmarked: Unmarked | None = None
+        """Watches tests that declare no device, where there is one that they could use."""
         self.interpreter: Any = config.pluginmanager.get_plugin(INTERPRETER)
         """Set in a fresh interpreter that is a device process itself."""
         self._view: Mapping[str, str] = os.environ if self.interpreter is None else self.interpreter.outer
@@ -196,9 +200,44 @@ class CudaSession:
 
         self.isolation = Isolation(self, session, self.settings.isolation)
 
+    def start_unmarked(self, session: pytest.Session) -> None:
+        """Once device processes can be forked: hide the devices from the tests of this process, or watch these."""
+        if self.interpreter is not None or self.only_collects or not self.shows_header or not self.reading.devices:
+            return
+        wanted = self.settings.unmarked
+        if wanted == "hide" and self._hides_devices(session):
+            return
+        if wanted == "grant" and self.settings.isolation == "off":
+            self.warn("[cuda-unmarked] --cuda-unmarked=grant has no effect without --cuda-isolation")
+        from pytest_cudaenv.unmarked import Unmarked
+
+        self.unmarked = Unmarked(self)
+
+    def _hides_devices(self, session: pytest.Session) -> bool:
+        """Show this process no device any more; False, with a warning, where that is impossible."""
+        from pytest_cudaenv.host.driver import is_cuda_initialised
+        from pytest_cudaenv.host.mask import VISIBLE_DEVICES
+
+        why = None
+        if self.isolation is None and any(self.is_device_test(item) for item in session.items):
+            why = "device tests run in the same process: choose a --cuda-isolation"
+        elif is_cuda_initialised():
+            why = "CUDA was initialised while collecting"
+        if why is not None:
+            self.warn(f"[cuda-unmarked] --cuda-unmarked=hide has no effect: {why}")
+            return False
+        self.environment.set(VISIBLE_DEVICES, "-1")
+        return True
+
+    def warn(self, text: str) -> None:
+        """Put a warning into the summary, without raising it: an exception of ours must not end the run."""
+        found = warnings.WarningMessage(pytest.PytestWarning(text), pytest.PytestWarning, __file__, 0)
+        hook = self.config.hook.pytest_warning_recorded
+        hook.call_historic(kwargs={"warning_message": found, "when": "runtest", "nodeid": "", "location": None})
+
     def enter_device_process(self) -> None:
         """In a device process: what it sees is what it was granted, and nothing of the pytest process's grants."""
-        self.isolation = None
+        self.isolation = self.unmarked = None
         self._look_at(os.environ)
         self.__dict__.pop("runner", None)
 
@@ -341,7 +380,9 @@ class CudaSession:
 
     def plan_items(self, items: list[pytest.Item]) -> None:
         """Work out what each test needs, mark those that need devices, deselect what was not asked for."""
-        if any(may_use_plugin(item) for item in items):
+        if any(may_use_plugin(item) for item in items) or (
+            any_given(self.config) and self.settings.unmarked == "grant"
+        ):
             self.planner.plan_items(items)
 
     def plan_late(self, items: list[pytest.Item]) -> None:
@@ -383,6 +424,8 @@ class CudaSession:
         if (plan := item.stash.get(PLAN, None)) is not None:
             record = record_of(plan, item.stash.get(RAN_ON, None), item.stash.get(REASONS, ()))
             report.cudaenv = record  # type: ignore[attr-defined]
+        if self.unmarked is not None:
+            self.unmarked.judge(item, report)
 
     def add_waiting(self, nodeid: str, record: dict[str, Any]) -> None:
         """Put on a test's first report how long it waited for its devices; known to the process that leases them."""
@@ -401,6 +444,9 @@ class CudaSession:
         isolation, self.isolation = self.isolation, None
         if isolation is not None:
             isolation.end()
+        unmarked, self.unmarked = self.unmarked, None
+        if unmarked is not None:
+            unmarked.end()
 
     def end(self) -> None:
         """Undo everything, however the run ended."""
@@ -409,6 +455,12 @@ class CudaSession:
         if "reporting" in self.__dict__:
             self.reporting.end()
         self.environment.restore()
+
+
+def asks_for_device(item: pytest.Item) -> bool:
+    """Whether a test declares that it takes a device, if only where there is one."""
+    plan = item.stash.get(PLAN, None)
+    return plan is not None and plan.requirement.asks_for_device
 
 
 def may_use_plugin(item: pytest.Item) -> bool:

@@ -21,6 +21,7 @@ class Settings:
 
     visible: str | None = None
     unmet: str = "skip"
+    unmarked: str = "keep"
     isolation: str = "session"
     wait: float = 600.0
     """Seconds that a device test waits for other runs; waiting for its own run has no limit."""
@@ -58,6 +59,7 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] | None = None) -> 
     return Settings(
         visible=values["visible"],
         unmet=values["unmet"],
+        unmarked=values["unmarked"],
         isolation=values["isolation"],
         wait=_seconds(values["wait"]),
         default_memory=_bytes(values["default-memory"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,9 @@ class Group:
     rank: int
     tests: set[str] = field(default_factory=set)
 
+
+NAMED = 10
+"""Tests that a summary names, of many that have the same in common."""
 
 LONG_WAIT = 5.0
 """Seconds of waiting for devices, over all tests, below which a run is not told of them."""
@@ -75,11 +78,15 @@ class Summary:
     errors: set[str] = field(default_factory=set)
     """Tests that are errors because a device is present and unusable."""
     waiting: Waiting = field(default_factory=Waiting)
+    unmarked: set[str] = field(default_factory=set)
+    """Tests that declare no device and used CUDA."""
 
     def add(self, nodeid: str, when: str, outcome: str, record: Mapping[str, Any] | None) -> None:
         """Count one report (setup, call or teardown) of a test that uses the plugin."""
         if record is None:
             return
+        if record.get("unmarked"):
+            self.unmarked.add(nodeid)
         if (waited := record.get("waited")) is not None:
             self.waiting.add(nodeid, waited)
         if when == "call" and outcome == "passed" and record.get("ran_on"):
@@ -104,6 +111,8 @@ class Summary:
         if self.passed:
             kinds = ", ".join(f"{count} on {kind}" for kind, count in self.passed.most_common())
             lines.append(f"{ran}: {kinds}")
+        if self.unmarked:
+            lines += _unmarked_lines(sorted(self.unmarked))
         if self.groups:
             errors = f" ({len(self.errors)} of them errors)" if self.errors else ""
             lines.append(f"not run: {self.not_run}{errors}")
@@ -114,3 +123,9 @@ class Summary:
 
 def _sorted(groups: Iterable[tuple[str, Group]]) -> list[tuple[str, Group]]:
     return sorted(groups, key=lambda entry: (entry[1].rank, -len(entry[1].tests), entry[0]))
+
+
+def _unmarked_lines(tests: Sequence[str]) -> list[str]:
+    named = ", ".join(tests[:NAMED]) + (f" and {len(tests) - NAMED} more" if len(tests) > NAMED else "")
+    remedy = "Put @requires_cuda on them, or choose --cuda-unmarked=grant, hide or fail."
+    return [f"used CUDA without declaring it, and without a lease: {len(tests)}", f"       {named}", f"       {remedy}"]

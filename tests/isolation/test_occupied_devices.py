@@ -79,6 +79,31 @@ def test_where_there_is_no_other_it_is_an_error_that_names_them(
     assert f"pid {os.getpid()}" in output
 
 
+def test_unmarked_tests_of_the_run_are_no_strangers(
+    pytester: pytest.Pytester, run: Run, says: Callable[..., None]
+) -> None:
+    """In this container NVML lists the pytest process, whose tests use CUDA, under another number."""
+    says()
+    line = usage_line(UUIDS[0], 40000, processes={4711: 40000})
+    pytester.makepyfile(
+        f"""
+        import pathlib, sys, types
+        from pytest_cudaenv import requires_cuda
+        def test_unmarked():
+            sys.modules["torch"] = types.ModuleType("torch")
+            sys.modules["torch"].cuda = types.SimpleNamespace(
+                is_initialized=lambda: True, device_count=lambda: 1, memory_stats=lambda index: {{}}
+            )
+            pathlib.Path("usage").write_text({line!r})
+        @requires_cuda(devices=2)
+        def test_both(cuda_devices): pass
+        """
+    )
+    output = run("--cuda-wait", "0", "-p", "no:randomly")
+    assert "2 passed" in output, output
+    assert "used CUDA without declaring it, and without a lease: 1" in output
+
+
 def test_memory_that_stays_after_a_device_process_is_told(
     pytester: pytest.Pytester, run: Run, says: Callable[..., None]
 ) -> None:
