@@ -34,7 +34,13 @@ class Attempt:
     """Listens to a device process while it runs a test, or while it tears down in the test's name."""
 
     def __init__(
-        self, session: CudaSession, item: pytest.Item, *, reruns_left: int = 0, is_published: bool = True
+        self,
+        session: CudaSession,
+        item: pytest.Item,
+        *,
+        reruns_left: int = 0,
+        is_published: bool = True,
+        seconds: float | None = None,
     ) -> None:
         self.session = session
         self.item = item
@@ -42,8 +48,9 @@ class Attempt:
         self.is_published = is_published
         """Whether its reports are the test's; those of a second look at a failure are not."""
         self.phase = "setup"
-        self.deadline: float | None = None
-        """On the clock of `time.monotonic`."""
+        self.latest = None if seconds is None else time.monotonic() + seconds
+        """When it ends whatever the test's own deadline is, on the clock of `time.monotonic`."""
+        self.deadline = self.latest
         self.killed = False
         """The deadline was enforced from outside."""
         self.interrupted = False
@@ -94,7 +101,9 @@ class Attempt:
         if "phase" in message:
             self.phase = message["phase"]
         elif "deadline" in message:
-            self.deadline = time.monotonic() + message["deadline"] + GRACE
+            self.deadline = self.latest
+            if (seconds := message["deadline"]) is not None:
+                self.deadline = min(time.monotonic() + seconds + GRACE, self.latest or float("inf"))
         elif "report" in message:
             report = config.hook.pytest_report_from_serializable(config=config, data=message["report"])
             if report.nodeid == compat.collected_id(self.item):

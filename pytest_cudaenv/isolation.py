@@ -256,7 +256,7 @@ class Isolation:
         self.pytest_session.shouldfail = self.pytest_session.shouldfail or state["shouldfail"]
         self.pytest_session.shouldstop = self.pytest_session.shouldstop or state["shouldstop"]
         if "sticky" in done:
-            self._end_broken(child, done["sticky"], attempt)
+            self._end_broken(child, done, attempt)
         if "missing" in done:
             text = "the file in which this test stands could not be collected again in a fresh interpreter"
             attempt.fail(f"[no-fork] {text}:\n{done['missing']}", "setup")
@@ -267,16 +267,19 @@ class Isolation:
         interrupted = "interrupted" in done or attempt.interrupted
         return KeyboardInterrupt() if interrupted else None, "cut short" in done and not interrupted
 
-    def _end_broken(self, child: Child, error: str, attempt: Attempt) -> None:
+    def _end_broken(self, child: Child, done: Message, attempt: Attempt) -> None:
         """End a process whose CUDA context is broken: every later test in it would fail, and be innocent."""
         self.child = None
         child.kill()
         self._bury(child)
-        if attempt.failure is None and not attempt.reruns:
-            text = f"[cuda-sticky] this test left CUDA broken ({error}); its device process was ended"
+        runs_again, ends_run = "cut short" in done, attempt.interrupted or "interrupted" in done or "exit" in done
+        if attempt.failure is not None:
+            # Who is asked to debug a failure is asked once.
+            if not ends_run and not self.pytest_session.config.getoption("usepdb"):
+                self._look_again(done["sticky"], attempt)
+        elif not runs_again and not ends_run:
+            text = f"[cuda-sticky] this test left CUDA broken ({done['sticky']}); its device process was ended"
             attempt.fail(text, "teardown")
-        elif attempt.failure is not None:
-            self._look_again(error, attempt)
         self._release()
 
     def _look_again(self, error: str, attempt: Attempt) -> None:
@@ -287,8 +290,7 @@ class Isolation:
         failure = attempt.failure
         assert failure is not None
         found = f"[cuda-sticky] this test broke CUDA ({error}); its device process was ended"
-        again = Attempt(self.session, attempt.item, is_published=False)
-        again.deadline = time.monotonic() + LOOKING_AGAIN
+        again = Attempt(self.session, attempt.item, is_published=False, seconds=LOOKING_AGAIN)
         try:
             child = self._start(attempt.item, CUDA_LAUNCH_BLOCKING="1")
         except OSError:
@@ -328,8 +330,8 @@ class Isolation:
         with contextlib.suppress(OSError):
             child.channel.send({"close": True})
         if (owner := item or self.last) is not None:
-            attempt = Attempt(self.session, owner)
-            attempt.phase, attempt.deadline = "teardown", time.monotonic() + CLOSING
+            attempt = Attempt(self.session, owner, seconds=CLOSING)
+            attempt.phase = "teardown"
             said = attempt.listen(self.source, child)
             attempt.flush()
             if said is not None and said.get("coverage"):

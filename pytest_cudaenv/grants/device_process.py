@@ -26,10 +26,21 @@ def broken_context() -> str | None:
     if torch is None or not torch.cuda.is_initialized():
         return None
     try:
-        torch.cuda.synchronize()
+        for index in range(torch.cuda.device_count()):
+            if _has_context(torch, index):
+                torch.cuda.synchronize(index)
     except RuntimeError as error:
         return str(error).strip().partition("\n")[0]
     return None
+
+
+def _has_context(torch: Any, index: int) -> bool:
+    """Whether this process uses a device: asking one that it does not would make a context there, which takes memory.
+
+    torch has no public question: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/cuda/Module.cpp
+    """
+    ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    return index == torch.cuda.current_device() if ask is None else bool(ask(index))
 
 
 class _BrokenContext(BaseException):
@@ -132,6 +143,13 @@ class DeviceProcess:
     def pytest_timeout_set_timer(self, settings: Any) -> None:
         # No signal handler runs inside a driver call: the pytest process watches the deadline as well.
         self.channel.send({"deadline": settings.timeout})
+
+    @pytest.hookimpl(optionalhook=True, tryfirst=True)
+    def pytest_timeout_cancel_timer(self) -> None:
+        self.channel.send({"deadline": None})
+
+    def pytest_enter_pdb(self) -> None:
+        self.channel.send({"deadline": None})  # pytest-timeout lets who debugs take their time, too
 
     def pytest_warning_recorded(
         self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: tuple[str, int, str] | None

@@ -348,6 +348,18 @@ def test_debugging_is_under_the_mask_of_the_test(
         assert answer in done.stdout
 
 
+def test_who_debugs_is_not_killed_at_the_deadline(pytester: pytest.Pytester) -> None:
+    """pytest-timeout suspends its timer in a debugger; so does the deadline that is enforced from outside."""
+    pytester.makeconftest("import pytest_cudaenv.attempt\npytest_cudaenv.attempt.GRACE = 0.2")
+    pytester.makepyfile("import pytest\n@pytest.mark.timeout(0.5)\ndef test_it(cuda_device): breakpoint()")
+    command = [sys.executable, "-m", "pytest", *SIMULATE, "--cuda-isolation", "session"]
+    typed = "import time\ntime.sleep(1.5)\nc\n"
+    done = subprocess.run(
+        command, cwd=pytester.path, input=typed, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "1 passed" in done.stdout, done.stdout
+
+
 def test_without_a_zygote_device_tests_are_errors_and_the_run_goes_on(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
