@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
-from pytest_cudaenv import requires_cuda
+from pytest_cudaenv import CudaDevice, requires_cuda
 from pytest_cudaenv.host.detect import detect_host
 
 
@@ -148,6 +151,41 @@ def test_each_test_sees_its_devices(pytester: pytest.Pytester) -> None:
         """
     )
     run(pytester).assert_outcomes(passed=3)
+
+
+STRANGER = """
+import os, torch
+kept = torch.empty(100 * 2**30, dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+print("ready", os.getpid(), flush=True)
+input()
+"""
+
+
+@requires_cuda(memory="110GB")
+def test_a_stranger_is_waited_for_and_named(
+    pytester: pytest.Pytester, cuda_device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", cuda_device.uuid)
+    pytester.makepyfile(
+        """
+        import torch
+        def test_it(cuda_device): assert torch.ones(2, device=cuda_device).sum().item() == 2
+        """
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", STRANGER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as stranger:
+        assert stranger.stdin is not None
+        assert stranger.stdout is not None
+        ready = stranger.stdout.readline().split()
+        result = run(pytester, "--cuda-wait", "2")
+        stranger.stdin.write("\n")
+        stranger.stdin.flush()
+    result.assert_outcomes(errors=1)
+    assert ready[0] == "ready"
+    result.stdout.fnmatch_lines([f"*[[]device-occupied[]]*{cuda_device.uuid}*pid {ready[1]} (python*"])
+    run(pytester, "--cuda-wait", "2").assert_outcomes(passed=1)
 
 
 MIXED = """
