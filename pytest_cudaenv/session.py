@@ -208,7 +208,7 @@ class CudaSession:
         if wanted == "hide" and self._hides_devices(session):
             return
         if wanted == "grant" and self.settings.isolation == "off":
-            self.warn("[cuda-unmarked] --cuda-unmarked=grant has no effect without --cuda-isolation")
+            self.warn("[cuda-unmarked] --cuda-unmarked=grant has no effect with --cuda-isolation=off")
         from pytest_cudaenv.unmarked import Unmarked
 
         self.unmarked = Unmarked(self)
@@ -220,7 +220,7 @@ class CudaSession:
 
         why = None
         if self.isolation is None and any(self.is_device_test(item) for item in session.items):
-            why = "device tests run in the same process: choose a --cuda-isolation"
+            why = "device tests run in the same process (--cuda-isolation=off)"
         elif is_cuda_initialised():
             why = "CUDA was initialised while collecting"
         if why is not None:

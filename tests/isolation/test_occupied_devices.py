@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.native.build import FakeGpu, build_nvml, client_environment, nvml_environment, usage_line
+from pytest_cudaenv.grants.lease_table import LeaseTable
+from tests.native.build import FakeGpu, FakeInstance, build_nvml, client_environment, nvml_environment, usage_line
 
 FIRST, SECOND = FakeGpu(), FakeGpu(uuid="GPU-22222222-2222-4333-8444-555555555555", pci=(0, 2, 0))
 UUIDS = (str(FIRST.uuid), str(SECOND.uuid))
@@ -25,10 +26,10 @@ def nvml_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, nvml_folder: Path) -> Run:
-    """The output of a run on two H100s, of which the file `usage` says what is in use."""
+    """The output of a run on two H100s, or other GPUs, of which the file `usage` says what is in use."""
 
-    def run(*arguments: str, **variables: str) -> str:
-        environ = nvml_environment([FIRST, SECOND], usage=pytester.path / "usage")
+    def run(*arguments: str, gpus: Sequence[FakeGpu] = (FIRST, SECOND), **variables: str) -> str:
+        environ = nvml_environment(gpus, usage=pytester.path / "usage")
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--cuda-isolation", "session", *arguments]
         done = subprocess.run(
             [*command, "--cuda-assume", "torch==2.11.0+cu130"],
@@ -119,3 +120,30 @@ def test_memory_that_stays_after_a_device_process_is_told(
     output = run("-W", "error")
     assert "2 passed, 1 warning" in output, output
     assert f"[device-memory] {FIRST.name} {UUIDS[0]}: 68.4 GiB more in use" in output
+
+
+def test_mig_instances_of_one_gpu_are_leased_and_judged_apart(
+    pytester: pytest.Pytester, run: Run, says: Callable[..., None]
+) -> None:
+    pair = [FakeInstance(slot=n, uuid=f"MIG-5a5a5a5a-0000-4000-8000-00000000000{n}") for n in (1, 2)]
+    gpu = FakeGpu(uuid="GPU-33333333-2222-4333-8444-555555555555", mig=pair)
+    pytester.makepyfile(
+        """
+        import os
+        def test_it(cuda_device):
+            names = ("CUDA_VISIBLE_DEVICES", "CUDAENV_LEASE", "IT")
+            assert [os.environ[name] for name in names] == [cuda_device.uuid] * 3
+        """
+    )
+
+    def on(instance: FakeInstance) -> str:
+        variables = {"CUDA_VISIBLE_DEVICES": instance.uuid, "IT": instance.uuid}
+        return run("--cuda-wait", "0", gpus=[gpu], **variables)
+
+    says()
+    with LeaseTable(Path(os.environ["CUDAENV_LEASE_DIR"]), run="another").acquire([pair[0].uuid], 1):
+        assert f"{pair[0].uuid}: pid {os.getpid()} of run another" in on(pair[0])
+        assert "1 passed" in on(pair[1])
+    says(usage_line(pair[1].uuid, 4000))
+    assert "1 passed" in on(pair[0])
+    assert f"[device-occupied] needs 1 of 1 device(s); have 3.9 GiB of {pair[1].name} {pair[1].uuid}" in on(pair[1])

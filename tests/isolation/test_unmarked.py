@@ -177,7 +177,7 @@ def test_hide_is_undone_after_the_run(pytester: pytest.Pytester, monkeypatch: py
 
 def test_hide_says_where_it_cannot(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_it=SUITE)
-    result = run(pytester, "--cuda-unmarked", "hide", "-W", "error")
+    result = run(pytester, "--cuda-unmarked", "hide", "--cuda-isolation", "off", "-W", "error")
     result.assert_outcomes(passed=6, warnings=1)
     result.stdout.fnmatch_lines(
         ["*[[]cuda-unmarked[]] --cuda-unmarked=hide has no effect: device tests run in the same*"]
@@ -231,9 +231,9 @@ def test_grant_leaves_tests_alone_where_nothing_can_be_granted(pytester: pytest.
 
 def test_grant_says_that_it_needs_device_processes(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_it(): pass")
-    result = run(pytester, "--cuda-unmarked", "grant")
+    result = run(pytester, "--cuda-unmarked", "grant", "--cuda-isolation", "off")
     result.assert_outcomes(passed=1, warnings=1)
-    result.stdout.fnmatch_lines(["*grant has no effect without --cuda-isolation*"])
+    result.stdout.fnmatch_lines(["*grant has no effect with --cuda-isolation=off*"])
 
 
 @pytest.mark.parametrize("origin", ["ini", "variable"])
