@@ -293,3 +293,18 @@ def collected_id(item: pytest.Item) -> str:
     for mark in item.iter_markers("xdist_group"):
         names.add(str(mark.args[0] if mark.args else mark.kwargs.get("name", "default")))
     return item.nodeid.removesuffix(f"@{'_'.join(sorted(names))}") if names else item.nodeid
+
+
+def allow_choice(manager: pytest.PytestPluginManager, group: str, flag: str, choice: str) -> None:
+    """Have another plugin's option, which is declared already, accept one more value.
+
+    `Config._parser`, and `Argument.attrs`, in which the list of choices is the one that argparse looks into:
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/config/argparsing.py (class Argument)
+    """
+    config: Any = manager.get_plugin("pytestconfig")
+    parser: pytest.Parser = config._parser
+    for option in parser.getgroup(group).options:
+        if flag in option.names():
+            choices = option.attrs().get("choices")
+            if isinstance(choices, list) and choice not in choices:
+                choices.append(choice)

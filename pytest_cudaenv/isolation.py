@@ -14,6 +14,7 @@ import pytest
 from pytest_cudaenv import compat
 from pytest_cudaenv.attempt import DEATH, Attempt
 from pytest_cudaenv.grants import coverage_data
+from pytest_cudaenv.grants.demand import Demand
 from pytest_cudaenv.grants.device_process import DeviceProcess
 from pytest_cudaenv.grants.grant import INHERITED_VARIABLE, Grant, InProcess
 from pytest_cudaenv.grants.interpreter import Interpreters
@@ -32,6 +33,7 @@ from pytest_cudaenv.requirements.requirement import Requirement, device_reasons
 from pytest_cudaenv.session import PLAN
 
 if TYPE_CHECKING:
+    from pytest_cudaenv.host.devices import CudaDevice
     from pytest_cudaenv.session import CudaSession
 
 FAIR = 10.0
@@ -72,6 +74,8 @@ class Isolation:
         """The test that the process ran last."""
         self.started = 0
         """How many device processes were started."""
+        self.scheduled = "cudaenv_requests" in getattr(pytest_session.config, "workerinput", {})
+        """Whether xdist's controller gives tests to workers by what they lease."""
         compat.make_basetemp(pytest_session.config)  # or each device process makes, and clears, one of its own
         pause_openmp()
         self.is_poisoned = False
@@ -122,9 +126,9 @@ class Isolation:
 
     def _acquire(self, requirement: Requirement, item: pytest.Item) -> bool:
         """Lease the devices of a test; False where they could not be had, which is the test's error, never a skip."""
-        host, visible = self.session.host, self.session.reading.devices
-        candidates = tuple(d for d in visible if not device_reasons(requirement, d, host))
-        self.budget = self._budget(requirement)
+        visible = self.session.reading.devices
+        candidates = candidates_of(requirement, self.session)
+        self.budget = budget_of(requirement, self.session)
         count, memory = requirement.device_count, requirement.memory or self.budget or 0
         try:
             self.lease = self.leasing.acquire(Demanded(candidates, count, self.budget, memory, item.nodeid))
@@ -134,10 +138,6 @@ class Isolation:
         self.since = time.monotonic()
         self.grant = Grant(tuple(d for d in visible if d.uuid in self.lease.uuids))
         return True
-
-    def _budget(self, requirement: Requirement) -> int | None:
-        """Bytes on each device of a test that shares its devices; None: it takes them whole."""
-        return None if requirement.exclusive else requirement.memory or self.session.settings.default_memory
 
     def _release(self) -> None:
         if self.lease is not None:
@@ -149,7 +149,7 @@ class Isolation:
         requirement = item.stash[PLAN].requirement
         if self.grant is None or not self.policy.fits(requirement, self.grant):
             return False
-        budget = self._budget(requirement)
+        budget = budget_of(requirement, self.session)
         if self.budget is not None and (budget is None or budget > self.budget):
             return False  # it shares its devices, and this test would take more of them
         return self._shares(item)
@@ -161,11 +161,23 @@ class Isolation:
         if nextitem is None:
             return True
         needed = self.session.is_device_test(nextitem) and self._serves(nextitem)
+        if self.scheduled and not self._keeps(nextitem, needed):
+            return True
         if needed and time.monotonic() - self.since < FAIR:
             return False
         with contextlib.suppress(LeaseError):
             return self.leases.waited_for(self.lease.uuids)
         return False
+
+    def _keeps(self, nextitem: pytest.Item, needed: bool) -> bool:
+        """Whether `--dist cuda` counts on the devices being held on: for the same request, or within an xdist group."""
+        from pytest_cudaenv.mailbox import group_of
+
+        if needed:
+            budget = budget_of(nextitem.stash[PLAN].requirement, self.session)
+            return self.budget is not None or budget is None
+        group = group_of(nextitem)
+        return group.together and self.last is not None and group == group_of(self.last)
 
     def _run_until_it_lives(self, item: pytest.Item, nextitem: pytest.Item | None) -> BaseException | None:
         """Run a test; in a new process again, if CUDA or its process died and pytest-rerunfailures would run it again.
@@ -350,6 +362,27 @@ class Isolation:
         """End the last process, and what it came from."""
         self._close(None)
         self.source.close()
+
+
+def candidates_of(requirement: Requirement, session: CudaSession) -> tuple[CudaDevice, ...]:
+    """The visible devices that meet a test's requirement."""
+    return tuple(d for d in session.reading.devices if not device_reasons(requirement, d, session.host))
+
+
+def budget_of(requirement: Requirement, session: CudaSession) -> int | None:
+    """Bytes on each device of a test that shares its devices; None: it takes them whole."""
+    return None if requirement.exclusive else requirement.memory or session.settings.default_memory
+
+
+def demand_of(requirement: Requirement, session: CudaSession) -> Demand:
+    """What a test with this requirement leases."""
+    candidates = candidates_of(requirement, session)
+    return Demand(
+        tuple(d.uuid for d in candidates),
+        requirement.device_count,
+        budget_of(requirement, session),
+        {d.uuid: d.total_memory for d in candidates if d.total_memory is not None},
+    )
 
 
 def reruns_of(item: pytest.Item) -> int:

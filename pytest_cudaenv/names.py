@@ -38,6 +38,9 @@ SELECTION_MARKS = frozenset({"cuda", "multi_gpu"})
 MARKERS = frozenset(line.partition("(")[0] for line in MARKER_LINES if "(" in line.partition(":")[0])
 """Markers that declare something."""
 
+DIST = "cuda"
+"""What `--dist` is given for this plugin's scheduler."""
+
 NEEDS_DEVICE = frozenset({"cuda_device", "cuda_devices"})
 """Fixtures that a test cannot have without a device."""
 

@@ -14,7 +14,7 @@ import pytest
 
 from pytest_cudaenv.fixtures.cells import CellLists, cell_fixtures
 from pytest_cudaenv.fixtures.devices import ROOT, cuda_device, cuda_devices, cudaenv_grant, device, mixed_precision
-from pytest_cudaenv.names import MARKER_LINES
+from pytest_cudaenv.names import DIST, MARKER_LINES
 from pytest_cudaenv.options import SWITCH, add_options
 from pytest_cudaenv.session import CHECK_INHERITED, NVML_CHECK, SESSION, CudaSession
 
@@ -40,11 +40,20 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    if early_config.getini(SWITCH):
+    dist = getattr(early_config.known_args_namespace, "dist", None)
+    if not early_config.getini(SWITCH):
+        if dist == DIST:
+            raise pytest.UsageError(f"--dist {DIST}: pytest-cudaenv is switched off (ini {SWITCH} = false)")
+    else:
         session = early_config.stash[SESSION] = CudaSession(early_config)
         _sessions.append(session)
         early_config.add_cleanup(lambda: _end(session))
         session.begin()
+        if dist == DIST:
+            from pytest_cudaenv.dist_cuda import DistCuda
+
+            # After xdist, and before conftests, whose own say on the number of workers comes first.
+            early_config.pluginmanager.register(DistCuda(session), "cudaenv-dist")
 
 
 def _end(session: CudaSession) -> None:
@@ -70,7 +79,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(cell_fixtures(lists), "cudaenv-cells")
 
 
-def pytest_plugin_registered(plugin: object) -> None:
+def pytest_plugin_registered(plugin: object, manager: pytest.PytestPluginManager) -> None:
+    if getattr(plugin, "__name__", None) == "xdist.plugin":
+        from pytest_cudaenv import compat
+
+        compat.allow_choice(manager, "xdist", "--dist", DIST)
     if _sessions and getattr(plugin, "__file__", None) and Path(str(plugin.__file__)).name == "conftest.py":  # type: ignore[attr-defined]
         _sessions[-1].notice_conftest(plugin)
 
@@ -202,6 +215,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     workerinput = getattr(session.config, "workerinput", None)
     if state is not None and state.planned and workerinput is not None and "cudaenv_mailbox" in workerinput:
         state.reporting.tell_controller(workerinput["cudaenv_mailbox"])
+    if state is not None and workerinput is not None and "cudaenv_requests" in workerinput:
+        from pytest_cudaenv.mailbox import tell
+
+        tell(Path(workerinput["cudaenv_requests"]), state, session.items)
 
 
 @pytest.hookimpl(optionalhook=True)
