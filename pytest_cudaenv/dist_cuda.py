@@ -11,11 +11,11 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import xdist.plugin
 from xdist.scheduler import LoadScheduling
 
 from pytest_cudaenv.grants.scheduling import Schedule, Work
@@ -44,13 +44,13 @@ class DistCuda:
         self.session = session
         self.folder: Path | None = None
 
-    @pytest.hookimpl(optionalhook=True, wrapper=True)
-    def pytest_xdist_auto_num_workers(self) -> Generator[None, int, int]:
-        # A worker for each core, as xdist counts them, but never too few to have a test on each device and one beside.
-        workers = yield
-        if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS", "").strip():
-            return workers
-        return max(workers, len(self.session.reading.devices) + 1)
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_auto_num_workers(self, config: pytest.Config) -> int | None:
+        # A worker for each core, as xdist counts them, but enough to have a test on each device and one beside.
+        if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or config.getvalue("dist") != DIST:
+            return None
+        cores: int = xdist.plugin.pytest_xdist_auto_num_workers(config)
+        return max(cores, len(self.session.reading.devices) + 1)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> CudaScheduling | None:
