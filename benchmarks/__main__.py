@@ -1,8 +1,12 @@
-"""`python -m benchmarks`: every benchmark that runs on any machine. `driver_masks` needs NVIDIA devices."""
+"""`python -m benchmarks [NAME ...]`: every benchmark that runs on any machine in a minute or two, or those named.
+
+`scheduling` takes five minutes, and `driver_masks` needs NVIDIA devices: they run when they are named.
+"""
 
 from __future__ import annotations
 
-from benchmarks import collection, isolation, startup
+import importlib
+import sys
 
-for benchmark in (startup, collection, isolation):
-    benchmark.main()
+for name in sys.argv[1:] or ("startup", "collection", "isolation"):
+    importlib.import_module(f"benchmarks.{name}").main()
