@@ -71,6 +71,9 @@ class Attempt:
                     if "done" in message or "closed" in message:
                         return message
                     self._take(message)
+                    if "report" in message:
+                        with contextlib.suppress(OSError):  # it has died
+                            child.channel.send({"reported": True})
                 # Death is what waitpid says, never the end of the stream: grandchildren may hold the other end.
                 if child.status is not None and not _readable(child.channel):
                     return None
@@ -104,15 +107,25 @@ class Attempt:
             self.deadline = self.latest
             if (seconds := message["deadline"]) is not None:
                 self.deadline = min(time.monotonic() + seconds + GRACE, self.latest or float("inf"))
+        elif "again" in message and self.is_published:
+            self.item.ihook.pytest_runtest_logfinish(nodeid=self.item.nodeid, location=self.item.location)
+            self.item.ihook.pytest_runtest_logstart(nodeid=self.item.nodeid, location=self.item.location)
         elif "report" in message:
             report = config.hook.pytest_report_from_serializable(config=config, data=message["report"])
             if report.nodeid == compat.collected_id(self.item):
                 report.nodeid = self.item.nodeid  # with the group that xdist may have appended in this process alone
+            if isinstance(report.longrepr, str) and not message["is_text"]:
+                report.longrepr = compat.Text(report.longrepr)
+            compat.keep_subtest_arguments(report, message["report"])
+            if self.is_published:
+                compat.set_failed_subtests(config, report, message["failed_subtests"])
+                compat.add_to_junit(config, report, message["junit"])
+                compat.set_terminal_line(config, message.get("line"))
             if message["late"] and report.nodeid != self.item.nodeid:
                 # xdist takes reports of the running test only; the text says whose it is.
                 report.longrepr = f"teardown of {report.nodeid}, at the end of its device process:\n{report.longrepr}"
                 report.nodeid = self.item.nodeid
-            self._add(report)
+            self._add(report, is_final=not message["uses_cuda"])
         elif "warning" in message and self.is_published:
             data = message["warning"]
             config.hook.pytest_warning_recorded.call_historic(
@@ -126,10 +139,10 @@ class Attempt:
 
     # Reports ----------------------------------------------------------------------------------------------------
 
-    def _add(self, report: pytest.TestReport) -> None:
-        """Keep a report, and pass it on; from the first failure on not before the test's end, which may explain it."""
+    def _add(self, report: pytest.TestReport, *, is_final: bool = False) -> None:
+        """Keep a report, and pass it on; after a failure that CUDA may explain, not before the test's end."""
         self.reports.append(report)
-        if self._held or report.outcome == "failed":
+        if self._held or (report.outcome == "failed" and not is_final):
             self._held += 1
         else:
             self._publish([report])
@@ -221,6 +234,9 @@ def _warning(data: dict[str, Any]) -> warnings.WarningMessage:
         category = found
     try:
         message = category(data["text"])
-    except Exception:
+    except Exception:  # it takes other arguments
+        message = category.__new__(category)
+        message.args = (data["text"],)
+    if str(message) != data["text"]:
         message = UserWarning(data["text"])
     return warnings.WarningMessage(message, category, data["filename"], data["lineno"])

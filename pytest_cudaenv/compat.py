@@ -308,3 +308,105 @@ def allow_choice(manager: pytest.PytestPluginManager, group: str, flag: str, cho
             choices = option.attrs().get("choices")
             if isinstance(choices, list) and choice not in choices:
                 choices.append(choice)
+
+
+def terminal_line(config: pytest.Config) -> str | None:
+    """The line that the terminal reporter is writing, which progress is right-aligned by; None without a terminal.
+
+    `_tw`, `_current_line`: https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/_io/terminalwriter.py
+    """
+    writer = getattr(config.pluginmanager.get_plugin("terminalreporter"), "_tw", None)
+    return getattr(writer, "_current_line", None)
+
+
+def set_terminal_line(config: pytest.Config, line: str | None) -> None:
+    """Have the terminal reporter go on after this line, which another process has written."""
+    writer = getattr(config.pluginmanager.get_plugin("terminalreporter"), "_tw", None)
+    if writer is not None and line is not None:
+        writer._current_line = line
+
+
+def failed_subtests(config: pytest.Config, report: pytest.TestReport) -> int:
+    """How many subtests of this report's test have failed in this process; 0 before pytest 9.
+
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/subtests.py (failed_subtests_key)
+    """
+    counts, key = _subtest_counts(config, report)
+    return int(counts.get(key, 0))
+
+
+def set_failed_subtests(config: pytest.Config, report: pytest.TestReport, count: int) -> None:
+    """Let pytest know of the failed subtests of another process: a test that passed fails by them."""
+    counts, key = _subtest_counts(config, report)
+    if count:
+        counts[key] = count
+
+
+def _subtest_counts(config: pytest.Config, report: pytest.TestReport) -> tuple[Any, object]:
+    try:
+        from _pytest.subtests import failed_subtests_key
+    except ImportError:
+        return {}, None
+    return config.stash.get(failed_subtests_key, {}), getattr(report, "id", report.nodeid)
+
+
+def keep_subtest_arguments(report: pytest.TestReport, data: dict[str, Any]) -> None:
+    """Undo that pytest takes the `repr` of a subtest's arguments once more each time that it rebuilds a report.
+
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/subtests.py (class SubtestContext)
+    """
+    context = data.get("_subtest.context")
+    if context is not None:
+        object.__setattr__(report.context, "kwargs", context["kwargs"])
+
+
+class Text:
+    """A failure's text that came from another process: shown as it was, and not taken for a short message."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+    def toterminal(self, writer: Any) -> None:
+        """As pytest calls it: https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/reports.py (toterminal)"""
+        writer.line(self.text)
+
+
+def captured_late(item: pytest.Item) -> contextlib.AbstractContextManager[None]:
+    """Captures, for the reports of this test, what is printed outside of its phases.
+
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/capture.py (CaptureManager.item_capture)
+    """
+    manager = item.config.pluginmanager.get_plugin("capturemanager")
+    if manager is None:
+        return contextlib.nullcontext()
+    capturing: contextlib.AbstractContextManager[None] = manager.item_capture("teardown", item)
+    return capturing
+
+
+def junit_additions(config: pytest.Config, report: pytest.TestReport) -> dict[str, Any]:
+    """What `record_xml_attribute` and `record_testsuite_property` noted in this process; empty without junitxml.
+
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/junitxml.py (class LogXML)
+    """
+    if (xml := _junit(config)) is None:
+        return {}
+    reporter = xml.node_reporters.get((getattr(report, "id", report.nodeid), None))
+    return {"attributes": getattr(reporter, "attrs", {}), "properties": xml.global_properties}
+
+
+def add_to_junit(config: pytest.Config, report: pytest.TestReport, additions: dict[str, Any]) -> None:
+    """Note in this process what another one did; a property that several processes noted alike counts once."""
+    if not additions or (xml := _junit(config)) is None:
+        return
+    if additions["attributes"]:
+        xml.node_reporter(report).attrs.update(additions["attributes"])
+    xml.global_properties += [pair for pair in additions["properties"] if pair not in xml.global_properties]
+
+
+def _junit(config: pytest.Config) -> Any | None:
+    from _pytest.junitxml import xml_key
+
+    return config.stash.get(xml_key, None)

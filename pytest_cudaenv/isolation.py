@@ -117,7 +117,8 @@ class Isolation:
         if self.child is not None or self._acquire(requirement, item):
             exiting = self._run_until_it_lives(item, nextitem)
         self._tear_down_here(item, nextitem)
-        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        if exiting is None:
+            item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         if self._gives_back(nextitem):
             self._close(item)
         if exiting is not None:
@@ -245,6 +246,7 @@ class Isolation:
             is_near = not self.is_poisoned or nextitem.path == item.path
             following = self._refer(nextitem) if is_near else ELSEWHERE
         message = {"run": self._refer(item), "next": following, "testsfailed": self.pytest_session.testsfailed}
+        message["line"] = compat.terminal_line(item.config)
         if attempt.reruns_left or reruns_of(item):
             message["reruns"] = attempt.reruns_left
         with contextlib.suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -20,12 +21,18 @@ MUTED = ("pytest_runtest_logstart", "pytest_runtest_logreport", "pytest_runtest_
 """Hooks by which others report. They are called in the pytest process, which is sent what they need."""
 
 
+def uses_cuda() -> bool:
+    """Whether torch has initialised CUDA in this process."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
+
+
 def broken_context() -> str | None:
     """The error that every further CUDA call of this process would raise; None where CUDA is well, or not in use."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
+    if not uses_cuda():
         return None
     try:
+        torch = sys.modules["torch"]
         for index in range(torch.cuda.device_count()):
             if _has_context(torch, index):
                 torch.cuda.synchronize(index)
@@ -60,14 +67,17 @@ class DeviceProcess:
         self.find = find
         """The test that a message names. Raises LookupError that says why there is none."""
         self.last: pytest.Item | None = None
-        self.is_serving = False
+        self.line: str | None = None
+        """The terminal's line, as the pytest process knows it."""
+        self.is_serving = self.is_started = self.is_ending = False
 
     def serve(self, order: Message) -> None:
         """Run tests as they are asked for, until there are no more."""
         for name, value in order["environ"].items():
             os.environ[name] = value
         config = self.session.config
-        compat.mute(config, MUTED, keep=(self.session,))
+        logging = config.pluginmanager.get_plugin("logging-plugin")  # its live log begins anew with each test
+        compat.mute(config, MUTED, keep=(self.session, logging))
         config.pluginmanager.register(self, "cudaenv-device-process")  # which tells it of all warnings so far
         self.is_serving = True
         while (message := self.channel.receive()) is not None and "run" in message:
@@ -79,6 +89,8 @@ class DeviceProcess:
         answer: Message = {}
         self.session.testsfailed = message["testsfailed"]
         config = self.session.config
+        self.line = message["line"]
+        compat.set_terminal_line(config, self.line)
         if (reruns := message.get("reruns")) is not None:
             forced, config.option.force_reruns = config.option.force_reruns, reruns
         try:
@@ -89,7 +101,7 @@ class DeviceProcess:
                 answer["missing"] = str(error)
             else:
                 self._tear_down(item)
-                self.last = item
+                self.last, self.is_started = item, False
                 config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
         except _BrokenContext:
             answer["cut short"] = True
@@ -103,26 +115,43 @@ class DeviceProcess:
             config.option.force_reruns = forced
         if (broken := broken_context()) is not None:
             answer["sticky"] = broken
+        self.is_ending = "exit" in answer or "interrupted" in answer
         answer["done"] = {"shouldfail": self.session.shouldfail, "shouldstop": self.session.shouldstop}
         self.channel.send(answer)
 
     def _tear_down(self, nextitem: pytest.Item | None) -> None:
         """End what the next test does not need; an error of that is the last test's."""
+        if self.last is None:
+            return
         try:
-            compat.tear_down_to(self.session, nextitem)
+            # Once the run is ending, pytest captures no more.
+            with contextlib.nullcontext() if self.is_ending else compat.captured_late(self.last):
+                compat.tear_down_to(self.session, nextitem)
         except Exception as error:
-            if self.last is not None:
-                self._send(compat.teardown_report(self.last, error), late=True)
+            self._send(compat.teardown_report(self.last, error), late=True)
 
     def _send(self, report: pytest.TestReport, *, late: bool = False) -> None:
         config = self.session.config
         data = config.hook.pytest_report_to_serializable(config=config, report=report)
-        self.channel.send({"report": data, "late": late})
+        message: Message = {
+            "report": data,
+            "late": late,
+            "is_text": isinstance(report.longrepr, str),
+            "failed_subtests": compat.failed_subtests(config, report),
+            "junit": compat.junit_additions(config, report),
+            "uses_cuda": uses_cuda(),
+        }
+        if (line := compat.terminal_line(config)) != self.line:
+            message["line"] = self.line = line  # live logs were written
+        self.channel.send(message)
+        self.channel.receive()  # what this process prints next comes after what is printed of the report
+
+    def pytest_runtest_logstart(self) -> None:
+        if self.is_started:
+            self.channel.send({"again": True})  # pytest-rerunfailures: another attempt
+        self.is_started = True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        # Decides, for one thing, that a test with a failed subtest has failed, from what only this process knows.
-        config = self.session.config
-        config.hook.pytest_report_teststatus(report=report, config=config)
         self._send(report)
         if str(report.outcome) == "rerun" and broken_context() is not None:
             raise _BrokenContext  # pytest-rerunfailures would run the test again in this process, in vain

@@ -1,236 +1,231 @@
-"""A run reports the same with device processes as without: outcomes, text, counts, files."""
+"""A run reports the same with device processes as without: outcomes, text, order, counts, files.
+
+Every behaviour has a suite that shows it. It runs with isolation off and on, and what pytest's plugins are told and
+what the terminal shows are compared whole.
+"""
 
 from __future__ import annotations
 
 import re
-from xml.etree import ElementTree
+import shlex
+from dataclasses import dataclass, field
 
 import pytest
 
-MIXED = """
-    import os, sys, unittest, warnings
-    import pytest
-    from pytest_cudaenv import requires_cuda
-
-    LOG = os.environ["FIXTURE_LOG"]
-    if "POISON" in os.environ:
-        from concurrent.futures import ThreadPoolExecutor
-        POOL = ThreadPoolExecutor(1)
-        POOL.submit(int).result()
-
-    def log(text):
-        with open(LOG, "a") as file:
-            file.write(text + "\\n")
-
-    @pytest.fixture(scope="session")
-    def model(cuda_device):
-        log("load model")
-        yield "model"
-        log("free model")
-
-    @pytest.fixture(scope="module")
-    def data():
-        log("open data")
-        yield "data"
-        log("close data")
-
-    @pytest.fixture
-    def bad_teardown():
-        yield
-        raise RuntimeError("teardown boom")
-
-    @pytest.fixture
-    def bad_setup():
-        raise RuntimeError("setup boom")
-
-    def test_cpu_first(data): print("cpu out")
-    def test_pass(cuda_device, model, data, tmp_path):
-        print("device out")
-        (tmp_path / "file").write_text("x")
-    @requires_cuda(devices=2)
-    def test_two(cuda_devices): assert len(cuda_devices) == 2
-    def test_fail(cuda_device, model):
-        print("out of fail"); print("err of fail", file=sys.stderr)
-        assert [1, 2] == [1, 3]
-    def test_skip(cuda_device): pytest.skip("not today")
-    @pytest.mark.xfail(reason="known")
-    def test_xfail(cuda_device): assert 0
-    @pytest.mark.xfail(strict=True)
-    def test_xpass_strict(cuda_device): pass
-    @pytest.mark.skipif(True, reason="never")
-    def test_skipif(cuda_device): pass
-    def test_setup_error(cuda_device, bad_setup): pass
-    def test_teardown_error(cuda_device, bad_teardown): pass
-    def test_warns(cuda_device): warnings.warn("careful", DeprecationWarning)
-    def test_properties(cuda_device, record_property): record_property("answer", 42)
-    def test_logs(cuda_device, caplog):
-        import logging
-        logging.getLogger("x").warning("logged")
-        assert caplog.messages == ["logged"]
-    def test_capsys(cuda_device, capsys):
-        print("hello")
-        assert capsys.readouterr().out == "hello\\n"
-    def test_monkeypatch(cuda_device, monkeypatch): monkeypatch.setenv("X_OF_TEST", "1")
-    def test_environ_is_back(cuda_device): assert "X_OF_TEST" not in os.environ
-    class TestClass:
-        @pytest.mark.parametrize("x", [1, 2])
-        def test_method(self, cuda_device, x): assert x < 3
-    class LegacyTest(unittest.TestCase):
-        @classmethod
-        def setUpClass(cls): log("setUpClass")
-        @requires_cuda
-        def test_legacy(self): self.assertEqual(1, 1)
-        @requires_cuda
-        def test_legacy_fails(self): self.assertEqual(1, 2)
-        def test_legacy_cpu(self): pass
-        @unittest.expectedFailure
-        @requires_cuda
-        def test_expected(self): self.fail()
-    def test_cpu_last(data): pass
-"""
-
-SECOND = """
-    import os
-    def test_again(cuda_device): pass
-    def test_cpu(): pass
-"""
+from tests.isolation import suites
+from tests.isolation.comparing import Run, alike, differences, files, run
 
 
-@pytest.fixture
-def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    monkeypatch.setenv("FIXTURE_LOG", str(pytester.path / "log"))
-    pytester.makepyfile(test_one=MIXED, test_two=SECOND)
-    return pytester
+@dataclass(frozen=True)
+class Case:
+    """A behaviour: the options of the run that shows it, and the suite, where it has one of its own."""
+
+    options: str = ""
+    suite: str = ""
+    plugins: tuple[str, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
+    only_outcomes: bool = False
+    """Whether the text may differ, as that of an inner run may, which sees its devices alone."""
+    before: str | None = None
+    """Options of a run before the one that is compared."""
+    leaves: tuple[str, ...] = ()
+    """Files that the run writes, and that are compared as well."""
+    shows: str | None = None
+    """What the run's text must hold, so that the comparison is of what it says."""
+    ordered: bool = True
+    levels: tuple[str, ...] = ("session",)
 
 
-def outcomes(result: pytest.RunResult) -> list[str]:
-    """Each test's outcome, in the order of `-rA`'s lines, without what differs between any two runs."""
-    lines = [re.sub(r" in [0-9.]+s.*", "", line) for line in result.outlines]
-    return [line for line in lines if re.match(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS|SUBFAILED)\b", line)]
+EVERY = ("session", "module", "function")
+
+CASES = {
+    "everything": Case("-rA", levels=EVERY),
+    "verbose": Case("-vv -rA --tb=long --showlocals"),
+    "quiet": Case("-q --tb=line --no-header"),
+    "-x": Case("-x -v", levels=EVERY),
+    "--maxfail": Case("--maxfail=3 -v"),
+    "-s": Case("-s"),
+    "--capture=sys": Case("--capture=sys -rA"),
+    "--capture=tee-sys": Case("--capture=tee-sys"),
+    "--capture=no --show-capture": Case("--capture=no"),
+    "--show-capture": Case("--show-capture=stderr"),
+    "--lf": Case("--lf -v", before=""),
+    "--ff": Case("--ff -v", before=""),
+    "--sw": Case("--sw -v", before="--sw"),
+    "--sw-skip": Case("--sw --sw-skip -v", before="--sw"),
+    "--nf --cache-clear": Case("--nf --cache-clear -v", before=""),
+    "-W error": Case("-W error -rA"),
+    "warnings": Case("-rA", suite=suites.WARNING, shows="in teardown", levels=EVERY),
+    "warnings disabled": Case("--disable-warnings", suite=suites.WARNING),
+    "-p no:warnings": Case("-p no:warnings", suite=suites.WARNING),
+    "log": Case("--log-level=INFO -rA", suite=suites.LOGGING, shows="from a device process", levels=EVERY),
+    "--log-cli-level": Case("--log-cli-level=INFO", suite=suites.LOGGING, shows="from a device process", levels=EVERY),
+    "--log-file": Case("--log-file=log.txt --log-file-level=INFO", suite=suites.LOGGING, leaves=("log.txt",)),
+    "junitxml": Case(
+        "--junitxml=report.xml -o junit_logging=all", suite=suites.JUNIT, leaves=("report.xml",), levels=EVERY
+    ),
+    "junitxml of all": Case("--junitxml=report.xml", leaves=("report.xml",)),
+    "junitxml xunit1": Case("--junitxml=report.xml -o junit_family=xunit1", suite=suites.JUNIT, leaves=("report.xml",)),
+    "reruns": Case(
+        "-rR", suite=suites.RERUNS, plugins=("rerunfailures",), shows="RERUN test_one.py::test_fails_once", levels=EVERY
+    ),
+    "--reruns": Case("--reruns 1 -v -x", suite=suites.RERUNS, plugins=("rerunfailures",)),
+    "--only-rerun": Case("--reruns 1 --only-rerun Key -v", suite=suites.RERUNS, plugins=("rerunfailures",)),
+    "reruns -n 2": Case("-n 2 --reruns 1", suite=suites.RERUNS, plugins=("rerunfailures", "xdist"), ordered=False),
+    "timeouts": Case("-rA", suite=suites.TIMEOUTS, plugins=("timeout",), shows="from pytest-timeout", levels=EVERY),
+    "--timeout": Case("--timeout 1 -k call", suite=suites.TIMEOUTS, plugins=("timeout",), shows="from pytest-timeout"),
+    "hypothesis": Case("-rA", suite=suites.HYPOTHESIS, plugins=("hypothesispytest",), shows="x=5,"),
+    "hypothesis's statistics": Case(
+        "--hypothesis-show-statistics --hypothesis-seed=0",
+        suite=suites.HYPOTHESIS,
+        plugins=("hypothesispytest",),
+        shows="test_one.py::test_device:",
+    ),
+    "randomly": Case("-rA -vv --randomly-seed=7", suite=suites.RANDOM, plugins=("randomly",), levels=EVERY),
+    "randomly -n 2": Case("-n 2 --randomly-seed=7", suite=suites.RANDOM, plugins=("randomly", "xdist"), ordered=False),
+    "-p no:logging": Case("-p no:logging -rA"),
+    "-p no:tmpdir": Case("-p no:tmpdir"),
+    "-p no:capture": Case("-p no:capture -k 'not caps and not capfd'"),
+    "-p no:cacheprovider": Case("-p no:cacheprovider"),
+    "-p no:junitxml": Case("-p no:junitxml --deselect test_one.py::test_properties"),
+    "-p no:terminal": Case("-p no:terminal"),
+    "--durations": Case("--durations=2", suite=suites.TIMED, shows="s setup    test_one.py::test_slow_setup"),
+    "--runxfail": Case("--runxfail"),
+    "exit in call": Case(
+        "-v --deselect test_one.py::test_teardown", suite=suites.LEAVING, shows="enough of call", levels=EVERY
+    ),
+    "exit in setup": Case("-v -k setup", suite=suites.LEAVING, shows="enough of setup"),
+    "exit in teardown": Case("-v -k teardown", suite=suites.LEAVING, shows="enough of teardown", levels=EVERY),
+    "exit without code": Case("-v -k without", suite=suites.LEAVING, shows="enough"),
+    "shouldstop": Case("-v", suite=suites.STOPPING, shows="stopped by a test"),
+    "shouldfail": Case("-v", suite=suites.FAILING_RUN, shows="failed by a test"),
+    "subtests": Case("-rA", suite=suites.SUBTESTS, shows="contains 1 failed subtest", levels=EVERY),
+    "subtests verbose": Case("-v", suite=suites.SUBTESTS, shows="SUBFAILED"),
+    "tmp_path": Case("-v --basetemp=temporary", suite=suites.TEMPORARY, levels=EVERY),
+    "tmp_path of failed": Case("--basetemp=temporary -o tmp_path_retention_policy=failed", suite=suites.TEMPORARY),
+    "conftest's hooks": Case("", suite=suites.HOOKS, files={"conftest": suites.HOOKS_CONFTEST}, levels=EVERY),
+    "anyio": Case("-rA", suite=suites.ANYIO, plugins=("anyio.pytest_plugin",)),
+    "pytester": Case("test_one.py test_two.py", suite=suites.PYTESTER, only_outcomes=True),
+    "-n 2": Case("-n 2 -v -rA", plugins=("xdist",), ordered=False, levels=EVERY),
+    "-n 2 subtests": Case("-n 2 -rA", suite=suites.SUBTESTS, plugins=("xdist",), ordered=False),
+    "-n 2 warnings": Case("-n 2 -rA", suite=suites.WARNING, plugins=("xdist",), ordered=False),
+    "-n 2 tmp_path": Case("-n 2 --basetemp=temporary", suite=suites.TEMPORARY, plugins=("xdist",), ordered=False),
+    "--dist loadfile": Case("-n 2 --dist loadfile -rA", plugins=("xdist",), ordered=False),
+    "--dist loadscope": Case("-n 2 --dist loadscope", plugins=("xdist",), ordered=False),
+    "--dist loadgroup": Case("-n 2 --dist loadgroup -v", plugins=("xdist",), ordered=False),
+    "--dist worksteal": Case("-n 2 --dist worksteal", plugins=("xdist",), ordered=False),
+}
 
 
-def run(suite: pytest.Pytester, level: str, *arguments: str) -> pytest.RunResult:
-    (suite.path / "log").write_text("")
-    return suite.runpytest_subprocess("--cuda-simulate", "h100:2", "--cuda-isolation", level, "-rA", *arguments)
+def make(pytester: pytest.Pytester, case: Case) -> None:
+    pytester.makepyfile(**{"test_one": case.suite or suites.MIXED, "test_two": suites.SECOND, **case.files})
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("session",), ("module",), ("function",), ("session", "-x"), ("session", "--maxfail=2"), ("session", "-s"),
-        ("session", "--capture=sys"), ("session", "-n", "2"), ("function", "-n", "2"), ("session", "--setup-show"),
-        ("session", "-p", "no:tmpdir", "--deselect", "test_one.py::test_pass"), ("session", "-p", "no:cacheprovider"),
-        ("session", "-W", "error", "--deselect", "test_one.py::test_warns"),
-        ("session", "-n", "2", "--dist", "loadfile"),
-    ],
-    ids=" ".join,
-)  # fmt: skip
-def test_outcomes(suite: pytest.Pytester, arguments: tuple[str, ...]) -> None:
-    level, *options = arguments
-    without, with_processes = run(suite, "off", *options), run(suite, level, *options)
-    assert "INTERNALERROR" not in with_processes.stdout.str() + with_processes.stderr.str()
-    assert outcomes(without)
-    assert sorted(outcomes(with_processes)) == sorted(outcomes(without))
-    assert with_processes.parseoutcomes() == without.parseoutcomes()
-    assert with_processes.ret == without.ret
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_alike(pytester: pytest.Pytester, case: Case) -> None:
+    make(pytester, case)
+    runs, left = [], []
+    for level in ("off", *case.levels):
+        for name in (*case.leaves, "counts", ".hypothesis"):
+            pytester.run("rm", "-rf", name)
+        if case.before is not None:
+            pytester.run("rm", "-rf", ".pytest_cache")
+            run(pytester, level, *case.before.split())
+        runs.append(run(pytester, level, *shlex.split(case.options), plugins=case.plugins))
+        left.append([alike((pytester.path / name).read_text()) for name in case.leaves])
+    without, *others = runs
+    if case.shows is not None:
+        assert case.shows in "\n".join(without.lines)
+    assert "INTERNALERROR" not in "\n".join(without.lines + without.errors)
+    for other in others:
+        assert other.outcomes == without.outcomes or not case.ordered
+        if not case.only_outcomes:
+            assert not (diff := differences(without, other, ordered=case.ordered)), "\n".join(diff)
+    assert all(found == left[0] for found in left)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("session",), ("function", "-x"), ("session", "-n", "2", "--dist", "loadgroup"), ("session", "--setup-show")],
-    ids=" ".join,
-)
-def test_outcomes_in_fresh_interpreters(
-    suite: pytest.Pytester, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+def test_wide_fixtures_live_as_long_as_the_grant_fits(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    level, *options = arguments
-    without = run(suite, "off", *options)
-    monkeypatch.setenv("POISON", "1")
-    with_interpreters = run(suite, level, *options)
-    text = with_interpreters.stdout.str() + with_interpreters.stderr.str()
-    assert "INTERNALERROR" not in text
-    assert "[no-fork]" in text
-    assert sorted(outcomes(with_interpreters)) == sorted(outcomes(without))
-    assert with_interpreters.ret == without.ret
-
-
-def test_text_of_failures_sections_and_warnings(suite: pytest.Pytester) -> None:
-    def body(result: pytest.RunResult) -> str:
-        text = result.stdout.str()
-        text = text[text.index("= ERRORS =") : text.index("short test summary")]
-        text = re.sub(r"0x[0-9a-f]+|in [0-9.]+s", "", text)
-        return "\n".join(line for line in text.splitlines() if not line.startswith("cudaenv:"))
-
-    assert body(run(suite, "session")) == body(run(suite, "off"))
-
-
-def test_warnings_of_the_collection_are_shown_once(suite: pytest.Pytester) -> None:
-    suite.makepyfile(test_warns="import warnings\nwarnings.warn('at import')\ndef test_it(cuda_device): pass")
-    for level in ("off", "session"):
-        run(suite, level, "test_warns.py").assert_outcomes(passed=1, warnings=1)
-
-
-def test_junitxml(suite: pytest.Pytester) -> None:
-    def cases(level: str) -> list[tuple[object, ...]]:
-        run(suite, level, "--junitxml", "report.xml")
-        tree = ElementTree.parse(suite.path / "report.xml")
-        return [
-            (
-                case.get("classname"), case.get("name"), [child.tag for child in case],
-                [(p.get("name"), p.get("value")) for p in case.iter("property")],
-            )
-            for case in tree.iter("testcase")
-        ]  # fmt: skip
-
-    assert cases("session") == cases("off")
-
-
-def test_last_failed_and_stepwise(suite: pytest.Pytester) -> None:
-    for arguments in (("--lf",), ("--sw", "--sw-skip")):
-        collected = []
-        for level in ("off", "session"):
-            suite.run("rm", "-rf", ".pytest_cache")
-            run(suite, level, *arguments)
-            collected.append(sorted(outcomes(run(suite, level, *arguments))))
-        assert collected[0] == collected[1], arguments
-
-
-def test_wide_fixtures_live_as_long_as_the_grant_fits(suite: pytest.Pytester) -> None:
     """A session fixture on devices is loaded once for each change of grant; a module's once in each process."""
-    run(suite, "session")
-    lines = (suite.path / "log").read_text().splitlines()
+    monkeypatch.setenv("FIXTURE_LOG", str(pytester.path / "log"))
+    make(pytester, Case())
+    run(pytester, "session")
+    lines = (pytester.path / "log").read_text().splitlines()
     # One device, two devices, one device: the model is needed in the first and in the third process.
     assert lines.count("load model") == lines.count("free model") == 2
     assert lines.count("open data") == lines.count("close data") == 2
 
 
-def test_a_failing_subtest_fails_its_test(suite: pytest.Pytester) -> None:
-    if not hasattr(pytest, "Subtests"):
-        pytest.skip("subtests came with pytest 9")
-    suite.makepyfile(
-        test_sub="""
-        def test_it(cuda_device, subtests):
-            with subtests.test("one"): assert 0
-            with subtests.test("two"): pass
-        """
-    )
-    for arguments in ((), ("-n", "2")):
-        found = [outcomes(run(suite, level, "test_sub.py", *arguments)) for level in ("off", "session")]
-        assert sorted(found[0]) == sorted(found[1])
-        assert "FAILED test_sub.py::test_it - contains 1 failed subtest" in found[1]
+@pytest.mark.parametrize("option", ["--setup-show", "--setup-only", "--setup-plan"])
+def test_setups_are_shown(pytester: pytest.Pytester, option: str) -> None:
+    """Each process sets up what it needs, so lines come more often; which ones come is the same."""
+    make(pytester, Case())
+    found = []
+    for level in ("off", "session", "function"):
+        text = "\n".join(run(pytester, level, option).lines)
+        found.append(set(re.findall(r"(SETUP|TEARDOWN) +([SMCF]) (model|data|cuda_device|tmp_path)\b", text)))
+        found[-1] |= set(re.findall(r"test_one.py::\w+ \(fixtures used: .*\)", text))
+    assert ("SETUP", "S", "model") in found[0]
+    assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("code", [None, 9])
-def test_pytest_exit_ends_the_run(suite: pytest.Pytester, code: int | None) -> None:
-    suite.makepyfile(
-        test_exit=f"""
-        import pytest
-        def test_leave(cuda_device): pytest.exit("enough", {code})
-        def test_never(cuda_device): pass
-        """
-    )
-    results = [run(suite, level, "test_exit.py") for level in ("off", "session")]
-    assert results[0].ret == results[1].ret
-    for result in results:
-        result.stdout.fnmatch_lines(["*Exit: enough*"])
-        assert "test_never" not in result.stdout.str()
+def subtest_lines(of: Run) -> list[str]:
+    return [line for line in of.lines if "SUBFAILED" in line or "subTest" in line]
+
+
+def test_subtests_of_unittest(pytester: pytest.Pytester) -> None:
+    """pytest captures its own progress letters of them; here they reach the terminal. All else is the same."""
+    suite = """
+        import unittest
+        from pytest_cudaenv import requires_cuda
+        class LegacyTest(unittest.TestCase):
+            @requires_cuda
+            def test_subtests(self):
+                for x in range(3):
+                    with self.subTest(x=x): self.assertNotEqual(x, 1)
+            @requires_cuda
+            def test_skips(self):
+                with self.subTest(x=1): self.skipTest("no")
+    """
+    make(pytester, Case(suite=suite))
+    for options in ([], ["-n", "2"]):
+        runs = [run(pytester, level, *options, plugins=("xdist",)) for level in ("off", "session", "function")]
+        assert len({str(sorted(r.outcomes)) for r in runs}) == 1
+        assert len({r.ret for r in runs}) == 1
+        assert (
+            len({str(sorted(line for line in r.lines if "SUBFAILED" in line or "subTest" in line)) for r in runs}) == 1
+        )
+
+
+def test_temporary_folders_are_kept_as_ever(pytester: pytest.Pytester) -> None:
+    """Which ones are left depends on the outcome of their tests alone."""
+    make(pytester, Case(suite=suites.TEMPORARY))
+    for options in ([], ["-o", "tmp_path_retention_policy=failed"]):
+        found = []
+        for level in ("off", "session", "function"):
+            run(pytester, level, "--basetemp=temporary", *options)
+            found.append(files(pytester.path / "temporary"))
+        assert found[0] == found[1]
+        assert [name for name in found[0] if "fails" in name]
+        # Each process makes a session's folder of its own.
+        assert {re.sub(r"shared\d", "shared", name) for name in found[2]} == {
+            re.sub(r"shared\d", "shared", name) for name in found[0]
+        }
+
+
+@pytest.mark.parametrize(
+    "arguments", ["session", "function -x", "session -n 2 --dist loadgroup", "session --setup-show -s"]
+)
+def test_outcomes_in_fresh_interpreters(
+    pytester: pytest.Pytester, arguments: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the pytest process cannot be forked, the reports are the same as well."""
+    make(pytester, Case())
+    level, *options = arguments.split()
+    without = run(pytester, "off", *options, plugins=("xdist",))
+    monkeypatch.setenv("POISON", "1")
+    other = run(pytester, level, *options, plugins=("xdist",))
+    assert any("[no-fork]" in line for line in other.lines)
+    assert sorted(other.outcomes) == sorted(without.outcomes)
+    assert other.ret == without.ret
