@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pytest_cudaenv.compat import NamedMark
     from pytest_cudaenv.grants.current import Current as Current
     from pytest_cudaenv.grants.current import current as current
+    from pytest_cudaenv.grants.own_process import OwnProcess as OwnProcess
+    from pytest_cudaenv.grants.own_process import device_process as device_process
     from pytest_cudaenv.host.devices import CudaDevice as CudaDevice
     from pytest_cudaenv.requirements.attention import AttnBackend as AttnBackend
 
@@ -44,10 +46,12 @@ __all__ = [
     "Cell",
     "CudaDevice",
     "Current",
+    "OwnProcess",
     "__version__",
     "attn_backends",
     "cuda_isolated",
     "current",
+    "device_process",
     "dtypes",
     "requires_attn_backend",
     "requires_bf16",
@@ -72,7 +76,9 @@ _ELSEWHERE = {
     "Cell": "pytest_cudaenv.cells",
     "CudaDevice": "pytest_cudaenv.host.devices",
     "Current": "pytest_cudaenv.grants.current",
+    "OwnProcess": "pytest_cudaenv.grants.own_process",
     "current": "pytest_cudaenv.grants.current",
+    "device_process": "pytest_cudaenv.grants.own_process",
 }
 
 

@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import os
 import time
+import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +14,16 @@ import pytest
 
 from pytest_cudaenv import compat
 from pytest_cudaenv.attempt import DEATH, Attempt
-from pytest_cudaenv.grants import coverage_data
 from pytest_cudaenv.grants.demand import Demand
 from pytest_cudaenv.grants.device_process import DeviceProcess
 from pytest_cudaenv.grants.grant import INHERITED_VARIABLE, Grant, InProcess
+from pytest_cudaenv.grants.handover import take
 from pytest_cudaenv.grants.interpreter import Interpreters
 from pytest_cudaenv.grants.lease import Lease
 from pytest_cudaenv.grants.lease_table import LeaseTable, inherited
 from pytest_cudaenv.grants.leasing import Demanded, Leasing
 from pytest_cudaenv.grants.lock_folder import LeaseError, lease_directory
+from pytest_cudaenv.grants.own_process import worker_id
 from pytest_cudaenv.grants.process import end, pause_openmp
 from pytest_cudaenv.grants.source import Child, Source
 from pytest_cudaenv.grants.transport import Channel, Message
@@ -212,6 +214,7 @@ class Isolation:
         uuids = [d.uuid for d in self.grant.devices]
         message: Message = {"environ": {**mask, INHERITED_VARIABLE: ",".join(uuids), **environ}, "devices": uuids}
         self.started += 1
+        message["id"] = f"{worker_id(self.pytest_session.config)}-{self.started}"
         if not self.is_poisoned:
             return self.source.start(message, self.lease.filenos())
         config = self.pytest_session.config
@@ -265,6 +268,7 @@ class Isolation:
             if attempt.interrupted:
                 return KeyboardInterrupt(), False
             attempt.fail_dead(child)
+            self._take(None, attempt)
             return None, attempt.reruns_left > 0
         state = done["done"]
         self.pytest_session.shouldfail = self.pytest_session.shouldfail or state["shouldfail"]
@@ -286,6 +290,7 @@ class Isolation:
         self.child = None
         child.kill()
         self._bury(child)
+        self._take(None, attempt)
         runs_again, ends_run = "cut short" in done, attempt.interrupted or "interrupted" in done or "exit" in done
         if attempt.failure is not None:
             # Who is asked to debug a failure is asked once.
@@ -347,11 +352,17 @@ class Isolation:
             attempt = Attempt(self.session, owner, seconds=CLOSING)
             attempt.phase = "teardown"
             said = attempt.listen(self.source, child)
+            self._take(said, attempt)
             attempt.flush()
-            if said is not None and said.get("coverage"):
-                coverage_data.add(said["coverage"])
         self._bury(child)
         self._release()
+
+    def _take(self, handed: Message | None, attempt: Attempt) -> None:
+        """Take over what a process had at its end; None: it died before. What a conftest makes of it may fail."""
+        try:
+            take(attempt.item.config, handed)
+        except Exception:
+            attempt.fail(f"[{DEATH}] what a device process handed over:\n{traceback.format_exc()}", "teardown")
 
     def _bury(self, child: Child) -> None:
         """Wait for the end of a process that has been told to end, and kill it if need be."""

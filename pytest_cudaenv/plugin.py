@@ -13,12 +13,20 @@ from typing import Any
 import pytest
 
 from pytest_cudaenv.fixtures.cells import CellLists, cell_fixtures
-from pytest_cudaenv.fixtures.devices import ROOT, cuda_device, cuda_devices, cudaenv_grant, device, mixed_precision
+from pytest_cudaenv.fixtures.devices import (
+    ROOT,
+    cuda_device,
+    cuda_devices,
+    cuda_process_id,
+    cudaenv_grant,
+    device,
+    mixed_precision,
+)
 from pytest_cudaenv.names import DIST, MARKER_LINES
 from pytest_cudaenv.options import SWITCH, add_options
 from pytest_cudaenv.session import CHECK_INHERITED, NVML_CHECK, SESSION, CudaSession
 
-__all__ = ["cuda_device", "cuda_devices", "cudaenv_grant", "device", "mixed_precision"]
+__all__ = ["cuda_device", "cuda_devices", "cuda_process_id", "cudaenv_grant", "device", "mixed_precision"]
 
 CELL_NAMES = frozenset({"attn_backend", "dtype"})
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from pytest_cudaenv import compat
-from pytest_cudaenv.grants import coverage_data
+from pytest_cudaenv.grants.handover import hand_over
 from pytest_cudaenv.grants.lease import Lease
+from pytest_cudaenv.grants.own_process import become
 from pytest_cudaenv.grants.transport import Channel, Message
 
 MUTED = ("pytest_runtest_logstart", "pytest_runtest_logreport", "pytest_runtest_logfinish", "pytest_warning_recorded")
@@ -75,6 +76,7 @@ class DeviceProcess:
         """Run tests as they are asked for, until there are no more."""
         for name, value in order["environ"].items():
             os.environ[name] = value
+        become(order["id"])
         config = self.session.config
         logging = config.pluginmanager.get_plugin("logging-plugin")  # its live log begins anew with each test
         compat.mute(config, MUTED, keep=(self.session, logging))
@@ -83,7 +85,7 @@ class DeviceProcess:
         while (message := self.channel.receive()) is not None and "run" in message:
             self._run(message)
         self._tear_down(None)
-        self.channel.send({"closed": True, "coverage": coverage_data.measured()})
+        self.channel.send({"closed": True, **hand_over(config)})
 
     def _run(self, message: Message) -> None:
         answer: Message = {}
