@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import threading
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -68,9 +69,15 @@ def fork_hazards() -> list[str]:
 
 def end(status: int, before: Callable[[], None] | None = None) -> NoReturn:
     """End a forked process: what its own tests registered with `atexit` runs, what it inherited does not."""
-    with contextlib.suppress(BaseException):
+    try:
         if before is not None:
             before()
+    except ConnectionError:
+        pass  # whom it served has ended
+    except Exception:
+        traceback.print_exc()  # or the process would end without a word
+    except BaseException:
+        pass
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     os._exit(status)
