@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_cudaenv.grants.lease import Demand
+from pytest_cudaenv.grants.demand import Demand
 from pytest_cudaenv.grants.scheduling import Work, lower_bound
 from pytest_cudaenv.host.catalog import simulated_host
 

@@ -130,7 +130,7 @@ def test_a_worker_holds_no_device_through_a_cpu_test(pytester: pytest.Pytester, 
     pytester.makepyfile(
         f"""
         import os, pathlib, pytest
-        from pytest_cudaenv.grants.lease import LeaseTable, LeaseTimeout
+        from pytest_cudaenv.grants.lease_table import LeaseTable, LeaseTimeout
         from pytest_cudaenv.host.catalog import simulated_host
         if {grouped}: pytestmark = pytest.mark.xdist_group("g")
 
@@ -180,7 +180,7 @@ def test_a_killed_worker_costs_one_test(pytester: pytest.Pytester, folder: Path,
     )
     pytester.makeconftest("import os\nos.environ['WORKER'] = str(os.getpid())")
     result = pytester.runpytest_subprocess(*CUDA, *arguments, "-n", "2", "--timeout", "60")
-    assert result.parseoutcomes() == {"passed": 11, "failed": 1}
+    result.assert_outcomes(passed=11, failed=1)
     result.stdout.fnmatch_lines(["*worker 'gw?' crashed while running*test_it?3?*"])
     assert sorted(order(folder)) == sorted(f"test_it[{x}]" for x in range(12))
 
@@ -232,12 +232,22 @@ def test_last_failed(pytester: pytest.Pytester, folder: Path) -> None:
     assert len(json.loads((folder / ".pytest_cache/v/cudaenv/durations").read_text())) == 8
 
 
+def test_fresh_interpreters_as_device_processes(pytester: pytest.Pytester, folder: Path) -> None:
+    """They are started with the run's arguments, `--dist cuda` among them."""
+    poison = "from concurrent.futures import ThreadPoolExecutor\nPOOL = ThreadPoolExecutor()\nPOOL.submit(int)\n"
+    pytester.makepyfile(test_a=MIXED, test_poison=poison)
+    result = pytester.runpytest_subprocess(*CUDA, "-n", "2")
+    result.assert_outcomes(passed=15)
+    result.stdout.fnmatch_lines(["*[[]no-fork[]]*"])
+    assert len(order(folder)) == 15
+
+
 def test_without_isolation_it_says_that_nothing_is_leased(pytester: pytest.Pytester, folder: Path) -> None:
     pytester.makepyfile(MIXED)
-    arguments = ("--dist", "cuda", "--cuda-simulate", "h100:4", "-n", "2")
+    arguments = (*CUDA, "--cuda-isolation", "off", "-n", "2")
     result = pytester.runpytest_subprocess(*arguments)
     result.assert_outcomes(passed=15)
-    result.stdout.fnmatch_lines(["[[]no-leases[]] --dist cuda:*--cuda-isolation session"])
+    result.stdout.fnmatch_lines(["*PytestWarning: [[]no-leases[]] --dist cuda:*--cuda-isolation off"])
     pytester.runpytest_subprocess(*arguments, "-k", "cpu").stdout.no_fnmatch_line("*no-leases*")
 
 
