@@ -14,3 +14,4 @@ def _own_leases(
     _only_what_a_test_sets: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDAENV_LEASE_DIR", str(tmp_path_factory.mktemp("leases")))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # by which syrupy and pytest-html know a worker
