@@ -148,8 +148,9 @@ def test_html_report_is_the_same(pytester: pytest.Pytester) -> None:
                 report.extras = [*getattr(report, "extras", []), extras.text(item.name, name="of conftest")]
                 report.description = item.name
             return report
+        def pytest_html_results_table_header(cells): cells.append("<th>What</th>")
         def pytest_html_results_table_row(report, cells):
-            cells.insert(2, f"<td>{getattr(report, 'description', '')}</td>")
+            cells.append("<td>" + getattr(report, "description", "") + "</td>")
         """
     )
     pytester.makepyfile(
