@@ -9,7 +9,7 @@ import selectors
 import signal
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,12 +41,15 @@ class Attempt:
         reruns_left: int = 0,
         is_published: bool = True,
         seconds: float | None = None,
+        mask: Mapping[str, str] | None = None,
     ) -> None:
         self.session = session
         self.item = item
         self.reruns_left = reruns_left
         self.is_published = is_published
         """Whether its reports are the test's; those of a second look at a failure are not."""
+        self.mask = mask
+        """Of the process; None where there is nothing that could be reproduced."""
         self.phase = "setup"
         self.latest = None if seconds is None else time.monotonic() + seconds
         """When it ends whatever the test's own deadline is, on the clock of `time.monotonic`."""
@@ -149,6 +152,8 @@ class Attempt:
 
     def flush(self) -> None:
         """Pass on the reports that were held back."""
+        if self.mask is not None and (failure := self.failure) is not None:
+            self.session.add_line(self.item, failure, self.mask)
         held, self._held = self.reports[len(self.reports) - self._held :], 0
         self._publish(held)
 

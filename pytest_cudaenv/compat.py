@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 
@@ -410,3 +410,76 @@ def _junit(config: pytest.Config) -> Any | None:
     from _pytest.junitxml import xml_key
 
     return config.stash.get(xml_key, None)
+
+
+class Flag(NamedTuple):
+    """An option of the command line, under one of its spellings."""
+
+    dest: str
+    takes: int | str
+    """How many words follow it, as argparse's `nargs` says it."""
+
+
+def flags(config: pytest.Config) -> dict[str, Flag]:
+    """Every option that this run knows, by each of its spellings.
+
+    `_parser`, and argparse's `_actions`: https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/config/argparsing.py
+    (class Parser; before pytest 9 the argparse parser was made anew by `_getparser`)
+    """
+    parser: Any = config._parser
+    argparser: Any = getattr(parser, "optparser", None)
+    if not hasattr(argparser, "_actions"):
+        argparser = parser._getparser()
+    return {
+        spelling: Flag(action.dest, 1 if action.nargs is None else action.nargs)
+        for action in argparser._actions
+        for spelling in action.option_strings
+    }
+
+
+def with_files(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with what stands in the file for `@file`, a word on each line.
+
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/config/argparsing.py (fromfile_prefix_chars)
+    """
+    words: list[str] = []
+    for argument in arguments:
+        if argument.startswith("@"):
+            with contextlib.suppress(OSError):
+                words += Path(argument[1:]).read_text(encoding="utf-8").splitlines()
+                continue
+        words.append(argument)
+    return words
+
+
+def would_find(config: pytest.Config, path: Path) -> tuple[Path, Path | None] | None:
+    """The (rootdir, ini file) that pytest would find if it were given this file alone; None where that is unknown.
+
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/config/findpaths.py (determine_setup)
+    """
+    try:
+        from _pytest.config.findpaths import determine_setup
+
+        known = {
+            "inifile": None, "override_ini": None, "args": [str(path)], "rootdir_cmd_arg": None,
+            "invocation_dir": config.invocation_params.dir, "config": None,
+        }  # fmt: skip
+        function: Any = determine_setup
+        names = inspect.signature(function).parameters
+        rootdir, inipath = function(**{name: value for name, value in known.items() if name in names})[:2]
+    except Exception:
+        return None
+    return rootdir, inipath
+
+
+def add_section(report: pytest.TestReport, title: str, text: str) -> None:
+    """Add a section to what is shown of a failure: below its traceback, in the terminal as in files of reports.
+
+    Not to `report.sections`, of which junitxml takes what was captured only. `addsection`:
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/_code/code.py (class ExceptionRepr)
+    """
+    longrepr: Any = report.longrepr
+    if hasattr(longrepr, "addsection"):
+        longrepr.addsection(title, text)
+    else:
+        report.longrepr = f"{report.longreprtext}\n{f' {title} '.center(80, '-')}\n{text}"

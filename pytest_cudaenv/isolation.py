@@ -198,21 +198,28 @@ class Isolation:
                     self._release()
                     self._error(item, f"[{DEATH}] no device process: {error}")
                     return None
-            attempt = Attempt(self.session, item, reruns_left=left)
+            attempt = Attempt(self.session, item, reruns_left=left, mask=self._mask())
             exiting, again = self._run(self.child, attempt, item, nextitem)
             attempt.flush()
             left -= attempt.reruns
             if exiting is not None or not again:
                 return exiting
 
+    def _mask(self) -> dict[str, str]:
+        """The variables under which CUDA shows the grant and nothing else."""
+        assert self.grant is not None
+        host = self.session.host
+        return write_mask(self.grant.devices, self.environ, host.devices, host.fastest_first)
+
     def _start(self, item: pytest.Item, **environ: str) -> Child:
         """A device process with the grant, and a copy of the lease. Raises OSError where there is none."""
         assert self.grant is not None
         assert self.lease is not None
-        host = self.session.host
-        mask = write_mask(self.grant.devices, self.environ, host.devices, host.fastest_first)
         uuids = [d.uuid for d in self.grant.devices]
-        message: Message = {"environ": {**mask, INHERITED_VARIABLE: ",".join(uuids), **environ}, "devices": uuids}
+        message: Message = {
+            "environ": {**self._mask(), INHERITED_VARIABLE: ",".join(uuids), **environ},
+            "devices": uuids,
+        }
         self.started += 1
         message["id"] = f"{worker_id(self.pytest_session.config)}-{self.started}"
         if not self.is_poisoned:
@@ -313,7 +320,7 @@ class Isolation:
         try:
             child = self._start(attempt.item, CUDA_LAUNCH_BLOCKING="1")
         except OSError:
-            failure.sections.append(("CUDA", found))
+            compat.add_section(failure, "CUDA", found)
             return
         done = self._ask(child, again, None)
         child.kill()
@@ -326,7 +333,7 @@ class Isolation:
             seen = "With CUDA_LAUNCH_BLOCKING=1 its process died or did not end"
         else:
             seen = "With CUDA_LAUNCH_BLOCKING=1 it passed"
-        failure.sections.append(("CUDA", f"{found}. {seen}"))
+        compat.add_section(failure, "CUDA", f"{found}. {seen}")
 
     def _error(self, item: pytest.Item, text: str) -> None:
         """Report that a test could not even start."""

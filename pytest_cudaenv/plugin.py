@@ -190,6 +190,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     if (session := item.config.stash.get(SESSION, None)) is not None:
         session.describe(item, report)
+        session.note_failure(item, report)
     return report
 
 

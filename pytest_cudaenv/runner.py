@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
+import os
 import random
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from pytest_cudaenv.grants.grant import Grant
 from pytest_cudaenv.plan import Plan, expect_failure, matching_bad_cell
 from pytest_cudaenv.requirements.reason import Reason
 from pytest_cudaenv.requirements.requirement import Requirement
-from pytest_cudaenv.session import RAN_ON, REASONS
+from pytest_cudaenv.session import PLAN, RAN_ON, REASONS
 
 if TYPE_CHECKING:
     from pytest_cudaenv.session import CudaSession
@@ -46,13 +47,13 @@ class Runner:
         self.seed(item, plan)
         if plan.requirement.asks_for_device:
             refuse = functools.partial(self._refuse, item)
-            enter(Current(item.nodeid, grant, seed_of(item, self._session_seed), refuse))
+            enter(Current(item.nodeid, grant, seed_of(item, self.session_seed), refuse))
 
     def seed(self, item: pytest.Item, plan: Plan) -> None:
         """Seed `random`, and NumPy and torch where they are imported, from the id of a device or cell test."""
         if not plan.is_seeded:
             return
-        seed = seed_of(item, self._session_seed)
+        seed = seed_of(item, self.session_seed)
         random.seed(seed)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(seed)
@@ -72,6 +73,16 @@ class Runner:
             self._end_held()
         self.held = grant
         return grant
+
+    def mask(self, item: pytest.Item) -> dict[str, str]:
+        """The mask under which a test that runs in this process is granted, alone, what it has been granted."""
+        from pytest_cudaenv.host.mask import DEVICE_ORDER, VISIBLE_DEVICES, write_mask
+
+        host = self.session.host
+        alone = self.session.granter.grant(item.stash[PLAN].requirement, None)
+        if self.held is not None and self.held != alone:
+            return write_mask(self.held.devices, os.environ, host.devices, host.fastest_first)
+        return {name: os.environ[name] for name in (VISIBLE_DEVICES, DEVICE_ORDER) if name in os.environ}
 
     def note_fixture(self, definition: Any, request: pytest.FixtureRequest) -> None:
         """The fixture that all device fixtures are built on is being set up."""
@@ -94,7 +105,7 @@ class Runner:
         compat.skip_at_test(message)
 
     @property
-    def _session_seed(self) -> int:
+    def session_seed(self) -> int:
         """pytest-randomly's seed, so that its `-p randomly -p …` reproduces ours too; 0 without it."""
         value = self.session.config.getoption("randomly_seed", None)
         return value if isinstance(value, int) else 0

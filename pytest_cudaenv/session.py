@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pytest_cudaenv.poison import Poison
     from pytest_cudaenv.questions import TorchQuestions
     from pytest_cudaenv.reporting import Reporting
+    from pytest_cudaenv.reproduce import Reproducer
     from pytest_cudaenv.requirements.reason import Reason
     from pytest_cudaenv.requirements.requirement import Requirement
     from pytest_cudaenv.runner import Runner
@@ -55,6 +56,9 @@ REASONS = pytest.StashKey["Sequence[Reason]"]()
 
 RAN_ON = pytest.StashKey[str]()
 """The kind of device that a test was granted."""
+
+REPRODUCED = pytest.StashKey[bool]()
+"""Whether a failure of the test has its line already."""
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Makes `torch.cuda.is_available` ask NVML: https://docs.pytorch.org/docs/stable/cuda_environment_variables.html"""
@@ -83,6 +87,7 @@ class CudaSession:
         """Device processes, where there are any."""
         self.unmarked: Unmarked | None = None
         """Watches tests that declare no device, where there is one that they could use."""
+        self.is_device_process = False
         self.interpreter: Any = config.pluginmanager.get_plugin(INTERPRETER)
         """Set in a fresh interpreter that is a device process itself."""
         self._view: Mapping[str, str] = os.environ if self.interpreter is None else self.interpreter.outer
@@ -118,6 +123,13 @@ class CudaSession:
         from pytest_cudaenv.questions import TorchQuestions
 
         return TorchQuestions(lambda: (self.host, self.reading))
+
+    @cached_property
+    def reproducer(self) -> Reproducer:
+        """Writes the lines that reproduce failures."""
+        from pytest_cudaenv.reproduce import Reproducer
+
+        return Reproducer(self)
 
     @property
     def has_questions(self) -> bool:
@@ -238,6 +250,7 @@ class CudaSession:
     def enter_device_process(self) -> None:
         """In a device process: what it sees is what it was granted, and nothing of the pytest process's grants."""
         self.isolation = self.unmarked = None
+        self.is_device_process = True
         self._look_at(os.environ)
         self.__dict__.pop("runner", None)
 
@@ -433,6 +446,23 @@ class CudaSession:
         if waited is not None and waited.seconds >= 0.1:
             worker = os.environ.get("PYTEST_XDIST_WORKER", "")
             record["waited"] = {"seconds": waited.seconds, "whole": waited.whole, "worker": worker}
+
+    def note_failure(self, item: pytest.Item, report: pytest.TestReport) -> None:
+        """End the first failure of a device test of this process with the line that reproduces it."""
+        if report.when == "setup":
+            item.stash[REPRODUCED] = False
+        if report.outcome != "failed" or self.is_device_process or item.stash.get(REPRODUCED, False):
+            return
+        if self.is_device_test(item):
+            item.stash[REPRODUCED] = True
+            self.add_line(item, report, self.runner.mask(item))
+
+    def add_line(self, item: pytest.Item, report: pytest.TestReport, mask: Mapping[str, str]) -> None:
+        """End a failure with the line that runs its test again, under this mask."""
+        from pytest_cudaenv.compat import add_section
+
+        with contextlib.suppress(Exception):  # what goes wrong here must not hide the failure itself
+            add_section(report, self.reproducer.title(item), self.reproducer.line(item, mask))
 
     def print_summary(self, reporter: pytest.TerminalReporter) -> None:
         """After the run, where some test of it used the plugin, or it was told something."""

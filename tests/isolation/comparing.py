@@ -64,6 +64,7 @@ ALIKE = (
     (r"pytest-\d+/", "pytest-N/"),
     (r"(~ \d+-|< ?|~ )\d+ ?ms", "N ms"),
     (r"\bgw\d\b", "gwN"),
+    (r"--cuda-isolation \w+", "--cuda-isolation LEVEL"),  # in the line that reproduces a failure
     (r'(time|timestamp|hostname)="[^"]*"', r'\1=""'),
     (r"=+$|^=+|-+$|^-+|_+$|^_+", ""),
 )
