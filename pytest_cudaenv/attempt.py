@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import selectors
 import signal
 import time
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_cudaenv import compat
+from pytest_cudaenv.grants.remains import TELL, Remains, stacks_as_shown
 from pytest_cudaenv.grants.source import Child, Source
 from pytest_cudaenv.grants.transport import Channel, Message
 
@@ -28,6 +30,9 @@ INTERRUPTED = 30.0
 """Seconds that a device process gets to tear down after Ctrl-C."""
 
 DEATH = "device-process-death"
+
+_TIMEOUT = re.compile(r"^Timeout \(.*$", re.MULTILINE)
+"""As pytest-timeout's method `thread`, and faulthandler's exit on timeout, head the stacks."""
 
 
 class Attempt:
@@ -57,6 +62,10 @@ class Attempt:
         self.killed = False
         """The deadline was enforced from outside."""
         self.interrupted = False
+        self.remains: Remains | None = None
+        """Of the process, while it may die."""
+        self.stacks = ""
+        """Where Python was, if the process, or one that it forked, had reason to write that."""
         self.reports: list[pytest.TestReport] = []
         self._held = 0
         """How many of the reports, from the end, are not passed on yet."""
@@ -66,6 +75,17 @@ class Attempt:
 
     def listen(self, source: Source, child: Child) -> Message | None:
         """Pass on what the process reports; its last word, or None where it died before that."""
+        self.remains = child.remains
+        said = self._listen(source, child)
+        self.take_remains(child)
+        return said
+
+    def take_remains(self, child: Child) -> None:
+        """Read what the process has left behind."""
+        self.remains = child.remains
+        self.stacks = stacks_as_shown(child.remains.read("stacks"))
+
+    def _listen(self, source: Source, child: Child) -> Message | None:
         with selectors.DefaultSelector() as selector:
             selector.register(child.channel, selectors.EVENT_READ, "report")
             selector.register(source, selectors.EVENT_READ, "death")
@@ -73,6 +93,9 @@ class Attempt:
                 while (message := child.channel.pending()) is not None:
                     if "done" in message or "closed" in message:
                         return message
+                    if "captured" in message:
+                        child.remains.look_at(child.pid, message["captured"])
+                        continue
                     self._take(message)
                     if "report" in message:
                         with contextlib.suppress(OSError):  # it has died
@@ -152,6 +175,8 @@ class Attempt:
 
     def flush(self) -> None:
         """Pass on the reports that were held back."""
+        if self.stacks and self.failure is not None:
+            compat.add_section(self.failure, "Python stack", self.stacks)
         if self.mask is not None and (failure := self.failure) is not None:
             self.session.add_line(self.item, failure, self.mask)
         held, self._held = self.reports[len(self.reports) - self._held :], 0
@@ -175,6 +200,8 @@ class Attempt:
         """Add a failure which no process reported, with what was printed and is part of no report yet."""
         when = when or self.phase
         out, err = compat.drain_capture(self.item.config)
+        if self.remains is not None:
+            out, err = out + self.remains.read("out"), err + self.remains.read("err")
         sections = [
             (f"Captured {name} {when}", content) for name, content in (("stdout", out), ("stderr", err)) if content
         ]
@@ -192,22 +219,23 @@ class Attempt:
         self.session.describe(self.item, report)
         self._add(report)
 
-    def fail_dead(self, child: Child) -> None:
-        """Add the failure of a test whose process died under it."""
+    def fail_dead(self, child: Child, when: str | None = None) -> None:
+        """Add the failure of a test whose process died under it, or `when` that was."""
         how = death(child.status)
+        if not self.killed and (timeout := _TIMEOUT.search(self.stacks)) is not None:
+            how = f"was ended at its deadline, {timeout[0].rstrip('.!')},"
         if self.killed:
             how = f"did not end within {GRACE:g} s of its deadline and was killed"
             if child.status is None:
                 how += " without effect, as it is stuck inside the kernel: its devices stay locked"
-        text = f"[{DEATH}] device process {child.pid} {how} during {self.phase}"
+        text = f"[{DEATH}] device process {child.pid} {how} {when or f'during {self.phase}'}"
         self.fail(text, is_rerun=self.reruns_left > 0)
 
 
 def stop(source: Source, child: Child) -> bool:
-    """Kill a process that does not end, first so that faulthandler prints its stacks; False where it outlives that."""
-    child.kill(signal.SIGABRT)
-    if source.wait(child, 2.0):
-        return True
+    """Kill a process that does not end, once it has told where it is; False where it outlives that."""
+    child.kill(TELL)
+    child.remains.wait_for_stacks(2.0)
     child.kill()
     return source.wait(child, 10.0)
 

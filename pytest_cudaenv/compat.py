@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -239,6 +240,58 @@ def drain_capture(config: pytest.Config) -> tuple[str, str]:
         return "", ""
     captured = manager.read_global_capture()
     return captured.out, captured.err
+
+
+def mirror_capture(config: pytest.Config, files: Mapping[str, int]) -> dict[str, int]:
+    """In a device process: have what is captured in memory written to these files ("out", "err") as well, until read.
+
+    Returns the descriptors of what is captured into files anyway. `_global_capturing`, and `tmpfile` of its parts:
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/capture.py (MultiCapture, SysCapture, FDCapture)
+    """
+    manager: Any = config.pluginmanager.get_plugin("capturemanager")
+    captured: dict[str, int] = {}
+    for name, file in files.items():
+        capture = getattr(getattr(manager, "_global_capturing", None), name, None)
+        tmpfile: Any = getattr(capture, "tmpfile", None)
+        if tmpfile is None:
+            continue
+        if hasattr(capture, "targetfd"):
+            captured[name] = tmpfile.fileno()
+        else:
+            _mirror(tmpfile, file)
+    return captured
+
+
+def _mirror(stream: Any, file: int) -> None:
+    write, truncate = stream.write, stream.truncate
+
+    def write_both(text: str) -> int:
+        count: int = write(text)
+        with contextlib.suppress(OSError):
+            os.write(file, text.encode(errors="replace"))
+        return count
+
+    def truncate_both(size: int | None = None) -> int:
+        with contextlib.suppress(OSError):
+            os.ftruncate(file, 0)
+        count: int = truncate(size)
+        return count
+
+    stream.write, stream.truncate = write_both, truncate_both
+
+
+def redirect_exit_on_timeout(config: pytest.Config, file: int) -> None:
+    """In a device process: with `faulthandler_exit_on_timeout`, stacks go to this file before the process ends.
+
+    `fault_handler_stderr_fd_key`: https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/faulthandler.py
+    """
+    if not config.pluginmanager.has_plugin("faulthandler"):
+        return
+    with contextlib.suppress(ImportError, KeyError, ValueError):
+        from _pytest.faulthandler import fault_handler_stderr_fd_key, get_exit_on_timeout_config_value
+
+        if get_exit_on_timeout_config_value(config):
+            config.stash[fault_handler_stderr_fd_key] = file
 
 
 def worker_descriptors(config: pytest.Config) -> list[int]:

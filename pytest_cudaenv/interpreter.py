@@ -16,6 +16,7 @@ from pytest_cudaenv.grants import coverage_data
 from pytest_cudaenv.grants.device_process import DeviceProcess
 from pytest_cudaenv.grants.lease import Lease
 from pytest_cudaenv.grants.process import die_with_parent, end
+from pytest_cudaenv.grants.remains import Remains
 from pytest_cudaenv.grants.transport import Channel, Message
 from pytest_cudaenv.session import INTERPRETER, SESSION
 
@@ -57,10 +58,10 @@ def order(config: pytest.Config, number: int) -> Message:
     }
 
 
-def main(parent: int, channel: int, *lease: int) -> NoReturn:
+def main(parent: int, channel: int, *files: int) -> NoReturn:
     """Be a device process of the pytest process `parent`, over these open descriptors."""
     die_with_parent(parent)
-    for descriptor in (channel, *lease):
+    for descriptor in (channel, *files):
         os.set_inheritable(descriptor, False)
     ours = Channel(socket.socket(fileno=channel))
     message = ours.receive()
@@ -69,7 +70,8 @@ def main(parent: int, channel: int, *lease: int) -> NoReturn:
     if message["coverage"] is not None:
         coverage_data.start(message["coverage"])
     sys.argv = message["argv"]
-    plugin = Interpreter(ours, message, Lease.adopt(lease, message["devices"]))
+    remains, lease = Remains.adopt(files)
+    plugin = Interpreter(ours, message, remains, Lease.adopt(lease, message["devices"]))
     status = pytest.main(message["arguments"], plugins=[plugin])
     end(int(status) or 1)  # pytest itself refused to run
 
@@ -79,9 +81,10 @@ class Interpreter:
 
     __name__ = INTERPRETER  # by which pluggy registers it
 
-    def __init__(self, channel: Channel, message: Message, lease: Lease) -> None:
+    def __init__(self, channel: Channel, message: Message, remains: Remains, lease: Lease) -> None:
         self.channel = channel
         self.order = message
+        self.remains = remains
         self.lease = lease
         self.items: dict[str, pytest.Item] = {}
         self.errors: list[str] = []
@@ -126,7 +129,7 @@ class Interpreter:
                 return session  # type: ignore[return-value]  # as a node, all that the next test shares with this one
             return self._find(session, wanted)
 
-        device_process = DeviceProcess(session, self.channel, self.lease, find)
+        device_process = DeviceProcess(session, self.channel, self.remains, self.lease, find)
         end(0, before=lambda: device_process.serve(self.order))
 
     def _find(self, session: pytest.Session, wanted: dict[str, str]) -> pytest.Item:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import select
 import time
 import traceback
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from pytest_cudaenv.grants.leasing import Demanded, Leasing
 from pytest_cudaenv.grants.lock_folder import LeaseError, lease_directory
 from pytest_cudaenv.grants.own_process import worker_id
 from pytest_cudaenv.grants.process import end, pause_openmp
+from pytest_cudaenv.grants.remains import Remains
 from pytest_cudaenv.grants.source import Child, Source
 from pytest_cudaenv.grants.transport import Channel, Message
 from pytest_cudaenv.grants.zygote import Zygote
@@ -101,8 +103,11 @@ class Isolation:
 
     def _serve(self, channel: Channel, order: Message, fds: Sequence[int]) -> None:
         self.session.enter_device_process()
+        remains, fds = Remains.adopt(fds)
         lease = Lease.adopt(fds, order["devices"])
-        process = DeviceProcess(self.pytest_session, channel, lease, lambda index: self.pytest_session.items[index])
+        process = DeviceProcess(
+            self.pytest_session, channel, remains, lease, lambda index: self.pytest_session.items[index]
+        )
         end(0, before=lambda: process.serve(order))
 
     # In the pytest process -------------------------------------------------------------------------------------
@@ -112,9 +117,14 @@ class Isolation:
         if not self.session.is_device_test(item):
             return False
         requirement = item.stash[PLAN].requirement
+        died = self._died_idle()
         if self.child is not None and not self._serves(item):
             self._close(item)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        if died is not None:
+            attempt = Attempt(self.session, item)
+            self._take(None, attempt)
+            self._report_end(died, attempt, "between tests")
         exiting = None
         if self.child is not None or self._acquire(requirement, item):
             exiting = self._run_until_it_lives(item, nextitem)
@@ -126,6 +136,29 @@ class Isolation:
         if exiting is not None:
             raise exiting
         return True
+
+    def _died_idle(self) -> Child | None:
+        """The process, where it has died since its last test: no test that follows may be blamed."""
+        child = self.child
+        if child is None:
+            return None
+        poll = select.poll()
+        poll.register(self.source, select.POLLIN)
+        while child.status is None and poll.poll(0):
+            if not self.source.note_deaths():
+                return None  # nothing can be known any more, which the next test will find out
+        if child.status is None:
+            return None
+        self.child = None
+        self._release()
+        return child
+
+    def _report_end(self, child: Child, attempt: Attempt, when: str) -> None:
+        """Report a process that died while no test ran in it, under the running test, which the text tells from it."""
+        attempt.take_remains(child)
+        attempt.fail_dead(child, f"{when}, after {self.last.nodeid}" if self.last is not None else when)
+        attempt.flush()
+        child.close()
 
     def _acquire(self, requirement: Requirement, item: pytest.Item) -> bool:
         """Lease the devices of a test; False where they could not be had, which is the test's error, never a skip."""
@@ -259,6 +292,7 @@ class Isolation:
         message["line"] = compat.terminal_line(item.config)
         if attempt.reruns_left or reruns_of(item):
             message["reruns"] = attempt.reruns_left
+        child.remains.forget_stacks()
         with contextlib.suppress(OSError):
             child.channel.send(message)
         return attempt.listen(self.source, child)
@@ -276,6 +310,7 @@ class Isolation:
                 return KeyboardInterrupt(), False
             attempt.fail_dead(child)
             self._take(None, attempt)
+            child.close()
             return None, attempt.reruns_left > 0
         state = done["done"]
         self.pytest_session.shouldfail = self.pytest_session.shouldfail or state["shouldfail"]
@@ -361,6 +396,8 @@ class Isolation:
             said = attempt.listen(self.source, child)
             self._take(said, attempt)
             attempt.flush()
+            if said is None and not attempt.interrupted:
+                self._report_end(child, attempt, "at its end")
         self._bury(child)
         self._release()
 
@@ -376,7 +413,7 @@ class Isolation:
         if not self.source.wait(child, 10.0):
             child.kill()
             self.source.wait(child, 10.0)
-        child.channel.close()
+        child.close()
 
     def end(self) -> None:
         """End the last process, and what it came from."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from pytest_cudaenv import compat
 from pytest_cudaenv.grants.handover import hand_over
 from pytest_cudaenv.grants.lease import Lease
 from pytest_cudaenv.grants.own_process import become
+from pytest_cudaenv.grants.remains import Remains
 from pytest_cudaenv.grants.transport import Channel, Message
 
 MUTED = ("pytest_runtest_logstart", "pytest_runtest_logreport", "pytest_runtest_logfinish", "pytest_warning_recorded")
@@ -61,10 +64,16 @@ class DeviceProcess:
     """The process's own end: a plugin that sends what the muted hooks would have reported."""
 
     def __init__(
-        self, session: pytest.Session, channel: Channel, lease: Lease, find: Callable[[Any], pytest.Item]
+        self,
+        session: pytest.Session,
+        channel: Channel,
+        remains: Remains,
+        lease: Lease,
+        find: Callable[[Any], pytest.Item],
     ) -> None:
         self.session = session
         self.channel = channel
+        self.remains = remains
         self.lease = lease
         """Held here too: the devices of a process that outlives the pytest process are not free."""
         self.find = find
@@ -73,6 +82,8 @@ class DeviceProcess:
         self.line: str | None = None
         """The terminal's line, as the pytest process knows it."""
         self.is_serving = self.is_started = self.is_ending = False
+        self.timer: threading.Timer | None = None
+        """Of pytest-timeout's method `thread`."""
 
     def serve(self, order: Message) -> None:
         """Run tests as they are asked for, until there are no more."""
@@ -80,6 +91,7 @@ class DeviceProcess:
             os.environ[name] = value
         become(order["id"])
         config = self.session.config
+        self._leave_remains(config)
         logging = config.pluginmanager.get_plugin("logging-plugin")  # its live log begins anew with each test
         compat.mute(config, MUTED, keep=(self.session, logging))
         config.pluginmanager.register(self, "cudaenv-device-process")  # which tells it of all warnings so far
@@ -88,6 +100,15 @@ class DeviceProcess:
             self._run(message)
         self._tear_down(None)
         self.channel.send({"closed": True, **hand_over(config)})
+
+    def _leave_remains(self, config: pytest.Config) -> None:
+        """Have what the pytest process wants to know after a death of this process written where it can read it."""
+        is_of_suite = faulthandler.is_enabled() and not config.pluginmanager.has_plugin("faulthandler")
+        self.remains.record_stacks(on_crash=not is_of_suite)
+        compat.redirect_exit_on_timeout(config, self.remains.files["stacks"])
+        captured = compat.mirror_capture(config, {kind: self.remains.files[kind] for kind in ("out", "err")})
+        if captured:
+            self.channel.send({"captured": captured})
 
     def _run(self, message: Message) -> None:
         answer: Message = {}
@@ -173,13 +194,35 @@ class DeviceProcess:
         self.channel.send({"phase": "teardown"})
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
-    def pytest_timeout_set_timer(self, settings: Any) -> None:
+    def pytest_timeout_set_timer(self, settings: Any) -> bool | None:
         # No signal handler runs inside a driver call: the pytest process watches the deadline as well.
         self.channel.send({"deadline": settings.timeout})
+        if settings.method != "thread":
+            return None
+        # In place of pytest-timeout's own, which prints to the terminal and ends the process without another word.
+        self.timer = threading.Timer(settings.timeout, self._time_out, (settings,))
+        self.timer.daemon = True
+        self.timer.start()
+        return True
+
+    def _time_out(self, settings: Any) -> None:
+        """On a thread of its own: as pytest-timeout's method `thread` does, with all that it prints left behind."""
+        is_debugging = getattr(sys.modules.get(type(settings).__module__), "is_debugging", None)
+        if is_debugging is not None and not getattr(settings, "disable_debugger_detection", False) and is_debugging():
+            return
+        self.remains.write_stacks(f"Timeout (>{settings.timeout:.1f}s) from pytest-timeout.")
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(1)
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_cancel_timer(self) -> None:
         self.channel.send({"deadline": None})
+        timer, self.timer = self.timer, None
+        if timer is not None:
+            timer.cancel()
+            timer.join()
 
     def pytest_enter_pdb(self) -> None:
         self.channel.send({"deadline": None})  # pytest-timeout lets who debugs take their time, too

@@ -39,6 +39,8 @@ class Interpreters:
     def start(self, order: Message, fds: Sequence[int] = ()) -> Child:
         """A new interpreter, which is sent this order. Raises OSError where none can be started."""
         ours, theirs = channels()
+        child = Child(0, ours)
+        fds = (*child.remains.filenos(), *fds)
         command = [sys.executable, "-c", BOOT, json.dumps(sys.path), str(os.getpid()), str(theirs.fileno())]
         try:
             process = subprocess.Popen(
@@ -48,11 +50,11 @@ class Interpreters:
                 pass_fds=(theirs.fileno(), *fds),
             )
         except OSError:
-            ours.close()
+            child.close()
             raise
         finally:
             theirs.close()
-        child = Child(process.pid, ours)
+        child.pid = process.pid
         pidfd = os.pidfd_open(process.pid)
         self._children[pidfd] = (child, process)
         self._ended.register(pidfd, select.EPOLLIN)

@@ -6,9 +6,10 @@ import contextlib
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from pytest_cudaenv.grants.remains import Remains
 from pytest_cudaenv.grants.transport import Channel, Message
 
 
@@ -18,6 +19,7 @@ class Child:
 
     pid: int
     channel: Channel
+    remains: Remains = field(default_factory=Remains.make)
     status: int | None = None
     """As `os.waitpid` gives it; None while the process lives."""
 
@@ -27,12 +29,20 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def close(self) -> None:
+        """Once the process has ended, and what it left has been read."""
+        self.channel.close()
+        self.remains.close()
+
 
 class Source(Protocol):
     """Starts device processes. Death is what the kernel says of a process, never the end of its stream."""
 
     def start(self, order: Message, fds: Sequence[int] = ()) -> Child:
-        """A new device process with this order, holding these open files too. Raises OSError where there is none."""
+        """A new device process with this order, which is given its remains and these open files too, in this order.
+
+        Raises OSError where there is none.
+        """
         ...
 
     def fileno(self) -> int:

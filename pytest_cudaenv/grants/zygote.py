@@ -60,15 +60,17 @@ class Zygote:
     def start(self, order: Message, fds: Sequence[int] = ()) -> Child:
         """A new device process, which `serve`s this order. Raises OSError where the zygote has died."""
         ours, theirs = channels()
+        child = Child(0, ours)
         try:
             with contextlib.suppress(OSError):
-                self.channel.send({"fork": order}, fds=(theirs.fileno(), *fds))
+                self.channel.send({"fork": order}, fds=(theirs.fileno(), *child.remains.filenos(), *fds))
             while (message := self.channel.receive()) is not None:
                 if "forked" in message:
-                    child = self.children[message["forked"]] = Child(message["forked"], ours)
+                    child.pid = message["forked"]
+                    self.children[child.pid] = child
                     return child
                 self._note(message)
-            ours.close()
+            child.close()
             raise OSError("the zygote has died")
         finally:
             theirs.close()
