@@ -17,7 +17,8 @@ from pytest_cudaenv import compat
 from pytest_cudaenv.attempt import DEATH, Attempt
 from pytest_cudaenv.grants.demand import Demand
 from pytest_cudaenv.grants.device_process import DeviceProcess
-from pytest_cudaenv.grants.grant import INHERITED_VARIABLE, Grant, InProcess
+from pytest_cudaenv.grants.family import below, end_all
+from pytest_cudaenv.grants.grant import INHERITED_VARIABLE, TAG, Grant, InProcess
 from pytest_cudaenv.grants.handover import take
 from pytest_cudaenv.grants.interpreter import Interpreters
 from pytest_cudaenv.grants.lease import Lease
@@ -73,6 +74,8 @@ class Isolation:
         self.leases = LeaseTable(folder, run=run, inherited=inherited(os.environ))
         usage = read_usage if session.host.simulated is None else None
         self.leasing = Leasing(self.leases, settings.wait, usage, session.warn)
+        self.tag = f"{run}-{os.getpid()}"
+        """Begins the tags of all that comes from this pytest process."""
         self.policy = InProcess(session.host, session.reading)
         self.last: pytest.Item | None = None
         """The test that the process ran last."""
@@ -103,6 +106,7 @@ class Isolation:
 
     def _serve(self, channel: Channel, order: Message, fds: Sequence[int]) -> None:
         self.session.enter_device_process()
+        order["zygote"] = os.getppid()
         remains, fds = Remains.adopt(fds)
         lease = Lease.adopt(fds, order["devices"])
         process = DeviceProcess(
@@ -158,7 +162,7 @@ class Isolation:
         attempt.take_remains(child)
         attempt.fail_dead(child, f"{when}, after {self.last.nodeid}" if self.last is not None else when)
         attempt.flush()
-        child.close()
+        self._forget(child)
 
     def _acquire(self, requirement: Requirement, item: pytest.Item) -> bool:
         """Lease the devices of a test; False where they could not be had, which is the test's error, never a skip."""
@@ -247,14 +251,17 @@ class Isolation:
     def _start(self, item: pytest.Item, **environ: str) -> Child:
         """A device process with the grant, and a copy of the lease. Raises OSError where there is none."""
         assert self.grant is not None
-        assert self.lease is not None
         uuids = [d.uuid for d in self.grant.devices]
-        message: Message = {
-            "environ": {**self._mask(), INHERITED_VARIABLE: ",".join(uuids), **environ},
-            "devices": uuids,
-        }
         self.started += 1
-        message["id"] = f"{worker_id(self.pytest_session.config)}-{self.started}"
+        tag = f"{self.tag}:{self.started}"
+        environ = {**self._mask(), INHERITED_VARIABLE: ",".join(uuids), TAG: f"{tag}:", **environ}
+        own = f"{worker_id(self.pytest_session.config)}-{self.started}"
+        child = self._start_with({"environ": environ, "devices": uuids, "tag": tag, "id": own}, item)
+        child.tag = tag
+        return child
+
+    def _start_with(self, message: Message, item: pytest.Item) -> Child:
+        assert self.lease is not None
         if not self.is_poisoned:
             return self.source.start(message, self.lease.filenos())
         config = self.pytest_session.config
@@ -310,7 +317,7 @@ class Isolation:
                 return KeyboardInterrupt(), False
             attempt.fail_dead(child)
             self._take(None, attempt)
-            child.close()
+            self._forget(child)
             return None, attempt.reruns_left > 0
         state = done["done"]
         self.pytest_session.shouldfail = self.pytest_session.shouldfail or state["shouldfail"]
@@ -413,6 +420,12 @@ class Isolation:
         if not self.source.wait(child, 10.0):
             child.kill()
             self.source.wait(child, 10.0)
+        self._forget(child)
+
+    def _forget(self, child: Child) -> None:
+        """Take note of the end of a process: what it has left behind is read, and its children end with it."""
+        if child.status is not None and (left := below(self.source.orphans(child))):
+            end_all(left)
         child.close()
 
     def end(self) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_cudaenv.grants.grant import INHERITED_VARIABLE
+from pytest_cudaenv.grants.grant import INHERITED_VARIABLE, TAG
 from pytest_cudaenv.ledger.summary import Summary
 from pytest_cudaenv.options import OPTIONS
 from pytest_cudaenv.session import APPLIED
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Names that begin like this plugin's variables and are none, as a typing error makes them."""
-    known = {option.variable for option in OPTIONS} | {APPLIED, INHERITED_VARIABLE}
+    known = {option.variable for option in OPTIONS} | {APPLIED, INHERITED_VARIABLE, TAG}
     return sorted(name for name in environ if name.startswith("CUDAENV_") and name not in known)
 
 

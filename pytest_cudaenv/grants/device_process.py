@@ -9,12 +9,13 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
 
 from pytest_cudaenv import compat
+from pytest_cudaenv.grants.family import Family
 from pytest_cudaenv.grants.handover import hand_over
 from pytest_cudaenv.grants.lease import Lease
 from pytest_cudaenv.grants.own_process import become
@@ -82,6 +83,8 @@ class DeviceProcess:
         self.line: str | None = None
         """The terminal's line, as the pytest process knows it."""
         self.is_serving = self.is_started = self.is_ending = False
+        self.tests = 0
+        """How many have been run, reruns by pytest-rerunfailures within one."""
         self.timer: threading.Timer | None = None
         """Of pytest-timeout's method `thread`."""
 
@@ -90,6 +93,7 @@ class DeviceProcess:
         for name, value in order["environ"].items():
             os.environ[name] = value
         become(order["id"])
+        self.family = Family(order["tag"], order.get("zygote"))
         config = self.session.config
         self._leave_remains(config)
         logging = config.pluginmanager.get_plugin("logging-plugin")  # its live log begins anew with each test
@@ -99,6 +103,8 @@ class DeviceProcess:
         while (message := self.channel.receive()) is not None and "run" in message:
             self._run(message)
         self._tear_down(None)
+        for process in self.family.end_process():
+            self._warn_left_over(process, "was left running at the end of its device process, whose last test this is")
         self.channel.send({"closed": True, **hand_over(config)})
 
     def _leave_remains(self, config: pytest.Config) -> None:
@@ -127,6 +133,8 @@ class DeviceProcess:
             else:
                 self._tear_down(item)
                 self.last, self.is_started = item, False
+                self.tests += 1
+                self.family.begin(self.tests)
                 config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
         except _BrokenContext:
             answer["cut short"] = True
@@ -138,11 +146,24 @@ class DeviceProcess:
             answer["internal"] = traceback.format_exc()
         if reruns is not None:
             config.option.force_reruns = forced
+        for process in self.family.end_test():
+            self._warn_left_over(process, "was left running by this test")
         if (broken := broken_context()) is not None:
             answer["sticky"] = broken
         self.is_ending = "exit" in answer or "interrupted" in answer
         answer["done"] = {"shouldfail": self.session.shouldfail, "shouldstop": self.session.shouldstop}
         self.channel.send(answer)
+
+    def _warn_left_over(self, process: tuple[int, str], how: str) -> None:
+        if self.last is None:
+            return
+        pid, command = process
+        path, line, name = self.last.location
+        warning = warnings.WarningMessage(
+            pytest.PytestWarning(f"[left-over] process {pid} ({command}) {how}; it was ended"),
+            pytest.PytestWarning, str(self.last.path), (line or 0) + 1,
+        )  # fmt: skip
+        self.pytest_warning_recorded(warning, "runtest", self.last.nodeid, (path, line or 0, name))
 
     def _tear_down(self, nextitem: pytest.Item | None) -> None:
         """End what the next test does not need; an error of that is the last test's."""
@@ -180,6 +201,13 @@ class DeviceProcess:
         self._send(report)
         if str(report.outcome) == "rerun" and broken_context() is not None:
             raise _BrokenContext  # pytest-rerunfailures would run the test again in this process, in vain
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
+        if fixturedef.scope == "function":
+            return (yield)
+        with self.family.of_wider_scope():
+            return (yield)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:

@@ -12,6 +12,10 @@ from pytest_cudaenv.requirements.requirement import Requirement, device_reasons,
 INHERITED_VARIABLE = "CUDAENV_LEASE"
 """Names to child processes the devices that the test around them holds."""
 
+TAG = "CUDAENV_TAG"
+"""Names to subprocesses the run, the device process and the test that started them: `RUN:PROCESS:TEST`; test 0 is none:
+what fixtures of a wider scope start lives as long as its device process."""
+
 
 @dataclass(frozen=True)
 class Grant:

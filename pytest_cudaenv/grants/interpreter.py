@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from pytest_cudaenv.grants.family import tagged
 from pytest_cudaenv.grants.source import Child
 from pytest_cudaenv.grants.transport import Message, channels
 
@@ -88,6 +89,10 @@ class Interpreters:
                 return False
             self._note(left)
         return True
+
+    def orphans(self, child: Child) -> list[int]:
+        """What begins with the interpreter's tag, as a child that never became another program does, too."""
+        return [process.pid for process in tagged(f"{child.tag}:")]
 
     def close(self) -> None:
         """Kill the interpreters that are left."""

@@ -8,6 +8,7 @@ import ctypes
 import os
 import re
 import signal
+import sys
 import threading
 import traceback
 import warnings
@@ -74,13 +75,27 @@ def end(status: int, before: Callable[[], None] | None = None) -> NoReturn:
             before()
     except ConnectionError:
         pass  # whom it served has ended
-    except Exception:
-        traceback.print_exc()  # or the process would end without a word
     except BaseException:
-        pass
+        status = 70  # EX_SOFTWARE
+        with contextlib.suppress(BaseException):
+            traceback.print_exc()
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
+    with contextlib.suppress(BaseException):
+        _end_multiprocessing()
     os._exit(status)
+
+
+def _end_multiprocessing() -> None:
+    """As at the end of any interpreter; but no worker is waited for that nobody has told to end.
+
+    https://github.com/python/cpython/blob/v3.13.0/Lib/multiprocessing/util.py (_exit_function)
+    """
+    if (util := sys.modules.get("multiprocessing.util")) is None:
+        return
+    for worker in sys.modules["multiprocessing"].active_children():
+        worker.terminate()
+    util._exit_function()
 
 
 def forget_atexit() -> None:

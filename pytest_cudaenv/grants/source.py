@@ -20,6 +20,8 @@ class Child:
     pid: int
     channel: Channel
     remains: Remains = field(default_factory=Remains.make)
+    tag: str = ""
+    """With which the environments of its subprocesses begin to name it."""
     status: int | None = None
     """As `os.waitpid` gives it; None while the process lives."""
 
@@ -55,6 +57,10 @@ class Source(Protocol):
 
     def wait(self, child: Child, seconds: float) -> bool:
         """Wait for a process to end; False where it has not, within that time."""
+        ...
+
+    def orphans(self, child: Child) -> list[int]:
+        """The processes that one which has ended has left behind, but for their own descendants."""
         ...
 
     def close(self) -> None:

@@ -17,12 +17,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from pytest_cudaenv.grants.family import children, relative, tagged
 from pytest_cudaenv.grants.process import adopt_orphans, die_with_parent, forget_atexit, fork, pause_openmp
 from pytest_cudaenv.grants.source import Child
 from pytest_cudaenv.grants.transport import Channel, Message, channels
 
 Serve = Callable[[Channel, Message, Sequence[int]], None]
 """What a device process does with its channel, the order that started it and the open files that came with it."""
+
+LAST = 5.0
+"""Seconds that the zygote outlives the pytest process, to end all that has come from it."""
 
 MOST_FILES = 250
 """Open files that one message can carry (SCM_MAX_FD is 253)."""
@@ -35,6 +39,7 @@ class Zygote:
     pid: int
     channel: Channel
     children: dict[int, Child] = field(default_factory=dict)
+    has_died: bool = False
 
     @classmethod
     def fork(cls, serve: Serve, prepare: Callable[[], None]) -> Zygote:
@@ -82,6 +87,7 @@ class Zygote:
     def note_deaths(self) -> bool:
         """Take in what the zygote has said of ended processes; False where it has died itself."""
         alive = self.channel.fill()
+        self.has_died = not alive
         while (message := self.channel.pending()) is not None:
             self._note(message)
         return alive
@@ -101,6 +107,12 @@ class Zygote:
                 if not self.note_deaths() and child.status is None:
                     child.status = signal.SIGKILL  # it died with the zygote
         return True
+
+    def orphans(self, child: Child) -> list[int]:
+        """What the zygote has adopted; what begins with the process's tag, where nobody has, as the zygote has died."""
+        if self.has_died or relative(self.pid) is None:
+            return [process.pid for process in tagged(f"{child.tag}:")]
+        return [pid for pid in children(self.pid) if pid not in self.children]
 
     def close(self) -> None:
         """End the zygote, and every process that it forked."""
@@ -179,6 +191,13 @@ class _Server:
                     self.channel.send({"ended": pid, "status": status})
 
     def _end(self) -> None:
-        for pid in self.children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """Kill every process, and those that come here as their parents end."""
+        until = time.monotonic() + LAST
+        while (left := children(os.getpid())) and time.monotonic() < until:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            time.sleep(0.005)
