@@ -39,6 +39,7 @@ from pytest_cudaenv.session import PLAN
 
 if TYPE_CHECKING:
     from pytest_cudaenv.host.devices import CudaDevice
+    from pytest_cudaenv.host.nvml import XidWatch
     from pytest_cudaenv.session import CudaSession
 
 FAIR = 10.0
@@ -46,6 +47,9 @@ FAIR = 10.0
 
 CLOSING = 60.0
 """Seconds that a device process gets to tear down at its end."""
+
+XID_LAG = 100
+"""Milliseconds by which the driver may tell of an error later than the process that died of it."""
 
 LOOKING_AGAIN = 120.0
 """Seconds that a test which broke CUDA gets to show where it did; with its own deadline, if that is sooner."""
@@ -88,6 +92,28 @@ class Isolation:
         self.is_poisoned = False
         """Device processes are fresh interpreters, as this process cannot be forked."""
         self.source = self._source()
+        self.xids = self._watch_xids()
+
+    def _watch_xids(self) -> XidWatch | None:
+        """Once the zygote is there, which must not inherit NVML; None on a simulated host."""
+        if self.session.host.simulated is not None:
+            return None
+        from pytest_cudaenv.host.nvml import XidWatch
+
+        return XidWatch.start(self.session.reading.devices)
+
+    def _quote_xids(self, attempt: Attempt) -> None:
+        """Add to a failure what the driver has reported of its devices."""
+        if self.xids is None or attempt.failure is None or self.grant is None:
+            return
+        lines = [
+            f"Xid {xid.code} on {device.uuid} ({device.name}) since the run began"
+            for xid in self.xids.seen(wait_ms=XID_LAG)
+            for device in self.grant.devices
+            if xid.concerns(device)
+        ]
+        if lines:
+            compat.add_section(attempt.failure, "CUDA driver", "\n".join(lines))
 
     def _source(self) -> Source:
         if (why := self.session.poison.why_not_forked()) is None:
@@ -312,12 +338,14 @@ class Isolation:
         done = self._ask(child, attempt, nextitem)
         if done is None:
             self.child = None
+            if not attempt.interrupted:
+                attempt.fail_dead(child)
+                self._quote_xids(attempt)
+                self._take(None, attempt)
+            self._forget(child)
             self._release()
             if attempt.interrupted:
                 return KeyboardInterrupt(), False
-            attempt.fail_dead(child)
-            self._take(None, attempt)
-            self._forget(child)
             return None, attempt.reruns_left > 0
         state = done["done"]
         self.pytest_session.shouldfail = self.pytest_session.shouldfail or state["shouldfail"]
@@ -348,6 +376,7 @@ class Isolation:
         elif not runs_again and not ends_run:
             text = f"[cuda-sticky] this test left CUDA broken ({done['sticky']}); its device process was ended"
             attempt.fail(text, "teardown")
+        self._quote_xids(attempt)
         self._release()
 
     def _look_again(self, error: str, attempt: Attempt) -> None:
@@ -432,6 +461,8 @@ class Isolation:
         """End the last process, and what it came from."""
         self._close(None)
         self.source.close()
+        if self.xids is not None:
+            self.xids.close()
 
 
 def candidates_of(requirement: Requirement, session: CudaSession) -> tuple[CudaDevice, ...]:

@@ -11,7 +11,7 @@ import ctypes
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +50,15 @@ PROBLEM_OF_CODE = {
 
 MEMORY_V2 = 0x02000028
 """`nvmlMemory_v2`: the version word of a structure of 40 bytes."""
+
+XID_EVENT = 0x8
+"""`nvmlEventTypeXidCriticalError`."""
+
+NO_INSTANCE = 0xFFFFFFFF
+"""What an event names as instance that concerns none."""
+
+MOST_EVENTS = 1000
+"""Events that are taken in at once: a GPU that fails may report without end."""
 
 MOST_INSTANCES = 8
 """More MIG instances than any GPU has, for drivers that do not tell how many."""
@@ -118,6 +127,81 @@ def free_memory(uuid: str, root: Path = Path("/")) -> int | None:
     """Bytes that nobody uses now on the device with this UUID; None where NVML does not tell."""
     usage = read_usage([uuid], root).get(uuid)
     return None if usage is None else usage.free
+
+
+class Xid(NamedTuple):
+    """An error that the driver has reported of a GPU: https://docs.nvidia.com/deploy/xid-errors/"""
+
+    code: int
+    uuid: str
+    """Of the whole GPU."""
+    gpu_instance: int | None
+    """Of the MIG instance that it concerns; None for the whole, or where that is not told."""
+
+    def concerns(self, device: CudaDevice) -> bool:
+        """Whether it may be this device's."""
+        if self.uuid != (device.mig_parent or device.uuid):
+            return False
+        return self.gpu_instance is None or device.mig_ids is None or device.mig_ids[0] == self.gpu_instance
+
+
+class XidWatch:
+    """The Xid errors of some devices since it was started; silent of what the driver does not tell."""
+
+    @classmethod
+    def start(cls, devices: Sequence[CudaDevice], root: Path = Path("/")) -> XidWatch | None:
+        """Begin to listen; None where no GPU of these reports such events. Keeps NVML open until `close`."""
+        if _is_library_missing(root) or (binding := _binding(root)) is None:
+            return None
+        nvml = _Nvml(binding)
+        if nvml.ask("nvmlInit").code != SUCCESS:
+            return None
+        events = nvml.ask("nvmlEventSetCreate").value
+        gpus = dict.fromkeys(device.mig_parent or device.uuid for device in devices)
+        if events is not None and [uuid for uuid in gpus if _reports_xids(nvml, uuid, events)]:
+            return cls(nvml, events)
+        if events is not None:
+            nvml.ask("nvmlEventSetFree", events)
+        nvml.ask("nvmlShutdown")
+        return None
+
+    def __init__(self, nvml: _Nvml, events: object) -> None:
+        self._nvml = nvml
+        self._events = events
+        self._seen: list[Xid] = []
+
+    def seen(self, wait_ms: int = 0) -> tuple[Xid, ...]:
+        """All so far, each once, in the order in which they came; waits so long for the first that is new."""
+        for _ in range(MOST_EVENTS):
+            data, code = self._nvml.ask("nvmlEventSetWait_v2", self._events, wait_ms)
+            if code == FUNCTION_NOT_FOUND:
+                data = self._nvml.ask("nvmlEventSetWait", self._events, wait_ms).value
+            if data is None:  # nothing more came in that time, or the GPU is lost, and can tell no more
+                break
+            wait_ms = 0
+            uuid, _ = _uuid(self._nvml, data.device)
+            if data.eventType & XID_EVENT and uuid is not None:
+                instance = getattr(data, "gpuInstanceId", NO_INSTANCE)
+                xid = Xid(int(data.eventData), uuid, None if instance == NO_INSTANCE else int(instance))
+                if xid not in self._seen:
+                    self._seen.append(xid)
+        return tuple(self._seen)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._nvml.ask("nvmlEventSetFree", self._events)
+        self._nvml.ask("nvmlShutdown")
+
+
+def _reports_xids(nvml: _Nvml, uuid: str, events: object) -> bool:
+    """Have a GPU report its Xid errors to a set of events; False where it cannot."""
+    handle, code = nvml.ask("nvmlDeviceGetHandleByUUID", uuid)
+    if code != SUCCESS:
+        return False
+    supported = nvml.ask("nvmlDeviceGetSupportedEventTypes", handle).value
+    if supported is not None and not supported & XID_EVENT:
+        return False
+    return nvml.ask("nvmlDeviceRegisterEvents", handle, XID_EVENT, events).code == SUCCESS
 
 
 class _Reply(NamedTuple):

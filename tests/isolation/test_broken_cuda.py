@@ -12,6 +12,8 @@ import sys
 
 import pytest
 
+from pytest_cudaenv.host.catalog import simulated_host
+
 SIMULATE = ("--cuda-simulate", "h100:2", "--cuda-isolation")
 
 POISON = """
@@ -241,3 +243,31 @@ def test_who_debugs_a_failure_is_asked_once(suite: pytest.Pytester) -> None:
     done = subprocess.run(command, cwd=suite.path, input="c\n", capture_output=True, text=True, timeout=60, check=False)
     assert "1 failed, 1 passed" in done.stdout
     assert done.stdout.count("(Pdb)") == len(pids(suite, "it")) == 1
+
+
+def test_what_the_driver_has_reported_is_quoted(suite: pytest.Pytester) -> None:
+    """Of the test's own devices, in failures of which it may be the cause."""
+    first, second = (device.uuid for device in simulated_host("h100:2").devices)
+    suite.makeconftest(
+        f"""
+        from pytest_cudaenv.host.nvml import Xid
+        from pytest_cudaenv.isolation import Isolation
+        class Watch:
+            def seen(self, wait_ms): return Xid(43, {first!r}, None), Xid(79, {second!r}, None)
+            def close(self): open("closed", "w").close()
+        Isolation._watch_xids = lambda self: Watch()
+        """
+    )
+    body = """
+    def test_dies(cuda_device): os._exit(1)
+    def test_breaks(cuda_device): torch.launch_bad_kernel(); torch.cuda.synchronize()
+    def test_fails(cuda_device): assert 0
+    """
+    suite.makepyfile(source(body, ""))
+    result = suite.runpytest_subprocess(*SIMULATE, "session")
+    result.assert_outcomes(failed=3)
+    text = result.stdout.str()
+    assert text.count(f"Xid 43 on {first} (NVIDIA H100 80GB HBM3) since the run began") == 2
+    assert "Xid" not in text[text.index("_ test_fails _") :]
+    assert "Xid 79" not in text
+    assert (suite.path / "closed").exists()

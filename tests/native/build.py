@@ -74,6 +74,8 @@ class FakeGpu:
     integrated: bool = False
     mig: Sequence[FakeInstance] | None = None
     """Its instances where it is in MIG mode."""
+    events: int | None = None
+    """The types of events that it supports, as bits; None: that of Xid errors."""
     codes: Mapping[str, int] = field(default_factory=dict)
     """What the named calls return: `{"mem": 3}`; see fake_nvml.c."""
 
@@ -103,6 +105,8 @@ def _gpu_fields(gpu: FakeGpu) -> dict[str, object]:
         fields["pci"] = "{:x}.{:x}.{:x}".format(*gpu.pci)
     if gpu.mig is not None:
         fields["mig"] = 1
+    if gpu.events is not None:
+        fields["events"] = gpu.events
     return fields
 
 

@@ -4,11 +4,14 @@
  *                    uuid name mib cap=9.0 pci=domain.bus.device (hexadecimal) mig=1 slots sms
  *                    parent gi ci slot: a MIG instance of the parent-th record that is a GPU
  *                    rc.CALL: the code which that call returns for this record (handle uuid name cap pci mem ...)
- * FAKE_NVML_INIT     what nvmlInitWithFlags returns; FAKE_NVML_COUNT what nvmlDeviceGetCount returns
+ * FAKE_NVML_INIT     what nvmlInitWithFlags returns; FAKE_NVML_COUNT what nvmlDeviceGetCount returns,
+ *                    FAKE_NVML_EVENT_SET what nvmlEventSetCreate returns
  * FAKE_NVML_ALIVE    after so many queries of devices every later one returns 999
  * FAKE_NVML_DRIVER, FAKE_NVML_CUDA (13000), FAKE_NVML_CUDA_RC
  * FAKE_NVML_USAGE    a file that is read for each query: lines "uuid used-MiB reserved-MiB pid:MiB pid:- ..." of what
  *                    is in use now ("-": not told); a device that has none is empty
+ * FAKE_NVML_EVENTS   a file of events, which may grow: a line for each, `GPU TYPE DATA GI`: number, bits, Xid, instance (-1)
+ *                    rc.events is what registering for them returns, events=BITS what a GPU supports (8)
  * FAKE_NVML_LOG      a file that gets a line for each init and shutdown
  *
  * With -DOLD the functions that newer drivers brought are missing.
@@ -21,7 +24,9 @@
 typedef unsigned int uint;
 typedef unsigned long long ull;
 
-enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, UNKNOWN = 999, MAX = 256 };
+enum {
+    OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, TIMEOUT = 10, UNKNOWN = 999, MAX = 256
+};
 
 static const char *setting(const char *name, const char *otherwise) {
     const char *value = getenv(name);
@@ -255,6 +260,58 @@ int nvmlDeviceGetComputeInstanceId(void *handle, uint *out) {
     CHECK("ci");
     *out = (uint)number_of(RECORD, "ci", 0);
     return is_instance(RECORD) ? OK : NOT_SUPPORTED;
+}
+
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **out) {
+    char text[MAX];
+    for (int i = 0; record(i); i++) {
+        if (!field(i, "uuid", text) || strcmp(text, uuid)) continue;
+        *out = (void *)(long)(i + 1);
+        return code_of(i, "handle");
+    }
+    return NOT_FOUND;
+}
+
+static ull listening;      /* a bit for each record whose events are asked for */
+static long events_read;   /* bytes of the file */
+
+int nvmlEventSetCreate(void **out) {
+    int code = atoi(setting("FAKE_NVML_EVENT_SET", "0"));
+    *out = &listening;
+    if (!code) note("listen");
+    return code;
+}
+int nvmlEventSetFree(void *set) { (void)set; note("unlisten"); listening = 0; return OK; }
+
+int nvmlDeviceGetSupportedEventTypes(void *handle, ull *out) {
+    CHECK("event_types");
+    *out = (ull)number_of(RECORD, "events", 8);
+    return OK;
+}
+
+int nvmlDeviceRegisterEvents(void *handle, ull types, void *set) {
+    CHECK("events");
+    if (set != &listening || is_instance(RECORD) || !(types & (ull)number_of(RECORD, "events", 8))) return INVALID;
+    listening |= 1ull << RECORD;
+    return OK;
+}
+
+struct event { void *device; ull type, data; uint gpu_instance, compute_instance; };
+int nvmlEventSetWait_v2(void *set, struct event *out, uint milliseconds) {
+    int number, instance, found = 0;
+    ull type, data;
+    FILE *file = fopen(setting("FAKE_NVML_EVENTS", "/dev/null"), "r");
+    (void)set; (void)milliseconds;
+    if (!file) return TIMEOUT;
+    fseek(file, events_read, SEEK_SET);
+    while (!found && fscanf(file, "%d %llu %llu %d\n", &number, &type, &data, &instance) == 4) {
+        events_read = ftell(file);
+        if (gpu((uint)number) < 0 || !(listening >> gpu((uint)number) & 1)) continue;
+        *out = (struct event){(void *)(long)(gpu((uint)number) + 1), type, data, (uint)instance, (uint)instance};
+        found = 1;
+    }
+    fclose(file);
+    return found ? OK : TIMEOUT;
 }
 
 struct attributes { uint multiprocessors, engines[5], gpu_slices, compute_slices; ull mib; };
