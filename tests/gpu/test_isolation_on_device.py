@@ -9,6 +9,7 @@ import pytest
 
 from pytest_cudaenv import CudaDevice, requires_cuda
 from pytest_cudaenv.host.detect import detect_host
+from pytest_cudaenv.host.nvml import XidWatch
 
 
 def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
@@ -251,3 +252,33 @@ def test_one_and_two_devices_mixed_over_four_workers(pytester: pytest.Pytester) 
     result = run(pytester, "-n", "4")
     assert {k: v for k, v in result.parseoutcomes().items() if k != "warnings"} == {"passed": 14, "failed": 1}
     result.stdout.fnmatch_lines(["FAILED *::test_asserts*"])
+
+
+@requires_cuda
+def test_a_kernel_that_does_not_end_is_a_timeout_that_shows_where_python_waits(pytester: pytest.Pytester) -> None:
+    """Python waits inside the driver, where no signal handler of Python's runs."""
+    pytester.makepyfile(
+        """
+        import pytest, torch
+        @pytest.mark.timeout(2)
+        def test_waits(cuda_device):
+            torch.cuda._sleep(10**13)
+            torch.cuda.synchronize()
+        def test_after(cuda_device): assert torch.ones(2, device=cuda_device).sum().item() == 2
+        """
+    )
+    result = run(pytester)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        ["*did not end within 5 s of its deadline and was killed during call*", "*- Python stack -*", "*in test_waits*"]
+    )
+
+
+@requires_cuda
+def test_listening_for_xid_errors_leaves_nvml_as_it_was() -> None:
+    host = detect_host({})
+    watch = XidWatch.start(host.devices)
+    if watch is not None:  # some virtual machines do not tell
+        assert watch.seen() == ()
+        watch.close()
+    assert detect_host({}).devices == host.devices
