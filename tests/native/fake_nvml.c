@@ -262,16 +262,6 @@ int nvmlDeviceGetComputeInstanceId(void *handle, uint *out) {
     return is_instance(RECORD) ? OK : NOT_SUPPORTED;
 }
 
-int nvmlDeviceGetHandleByUUID(const char *uuid, void **out) {
-    char text[MAX];
-    for (int i = 0; record(i); i++) {
-        if (!field(i, "uuid", text) || strcmp(text, uuid)) continue;
-        *out = (void *)(long)(i + 1);
-        return code_of(i, "handle");
-    }
-    return NOT_FOUND;
-}
-
 static ull listening;      /* a bit for each record whose events are asked for */
 static long events_read;   /* bytes of the file */
 
