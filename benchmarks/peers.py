@@ -32,15 +32,15 @@ class Mode:
     plugin: str
     """The one plugin that is loaded besides pytest's own."""
     options: tuple[str, ...]
-    count: int
-    """How many tests its cost is measured on."""
     is_ours: bool = False
+    is_start: bool = False
+    """Whether each test is a start of pytest: then whole runs are compared, as reports may come all at once."""
 
 
 def ours(name: str, level: str) -> Mode:
     """A level of this plugin's isolation."""
     options = ("--cuda-simulate", "h100", "--cuda-isolation", level)
-    return Mode(name, "pytest_cudaenv.plugin", options, 40, is_ours=True)
+    return Mode(name, "pytest_cudaenv.plugin", options, is_ours=True)
 
 
 OFF, REUSED, FRESH = (
@@ -49,16 +49,16 @@ OFF, REUSED, FRESH = (
     ours("a device process of its own", "function"),
 )
 
-FORKED = Mode("pytest-forked", "pytest_forked", ("--forked",), 40)
+FORKED = Mode("pytest-forked", "pytest_forked", ("--forked",))
 
 MODES = (
     OFF,
     REUSED,
     FRESH,
     FORKED,
-    Mode("pytest-isolate", "pytest_isolate.plugin", ("--isolate",), 40),
-    Mode("pytest-isolated", "pytest_isolated.plugin", ("--isolated",), 2),
-    Mode("pytest-insubprocess", "pytest_insubprocess", ("--insubprocess",), 2),
+    Mode("pytest-isolate", "pytest_isolate.plugin", ("--isolate",)),
+    Mode("pytest-isolated", "pytest_isolated.plugin", ("--isolated",), is_start=True),
+    Mode("pytest-insubprocess", "pytest_insubprocess", ("--insubprocess",), is_start=True),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import os
 import select
 import time
@@ -126,6 +127,7 @@ class Isolation:
     # In the zygote and in device processes ---------------------------------------------------------------------
 
     def _prepare(self) -> None:
+        importlib.import_module("pytest_cudaenv.runner")  # once, and not in each device process
         for descriptor in compat.worker_descriptors(self.pytest_session.config):
             with contextlib.suppress(OSError):
                 os.close(descriptor)  # a controller must see its worker's death, whatever the worker has forked

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import hashlib
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
@@ -58,7 +59,8 @@ class Runner:
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(seed)
         if (torch := sys.modules.get("torch")) is not None:
-            torch.manual_seed(seed)
+            with _no_traceback():
+                torch.manual_seed(seed)
 
     def tear_down(self, item: pytest.Item) -> None:
         """After a test's fixtures: it holds no grant any more."""
@@ -109,6 +111,24 @@ class Runner:
         """pytest-randomly's seed, so that its `-p randomly -p …` reproduces ours too; 0 without it."""
         value = self.session.config.getoption("randomly_seed", None)
         return value if isinstance(value, int) else 0
+
+
+@contextlib.contextmanager
+def _no_traceback() -> Iterator[None]:
+    """A block in which nothing formats the stack: torch does for each seed that CUDA is to have once it is in use.
+
+    Under pytest that is most of what an empty test costs.
+    """
+    missing = object()
+    limit = getattr(sys, "tracebacklimit", missing)
+    sys.tracebacklimit = 0
+    try:
+        yield
+    finally:
+        if limit is missing:
+            del sys.tracebacklimit
+        else:
+            sys.tracebacklimit = limit  # type: ignore[assignment]
 
 
 def seed_of(item: pytest.Item, session_seed: int) -> int:
