@@ -11,6 +11,7 @@ import signal
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -69,7 +70,7 @@ class Attempt:
         self.reports: list[pytest.TestReport] = []
         self._held = 0
         """How many of the reports, from the end, are not passed on yet."""
-        self._began = time.monotonic()
+        self._began, self._began_at = time.monotonic(), time.time()
 
     # Listening --------------------------------------------------------------------------------------------------
 
@@ -229,6 +230,10 @@ class Attempt:
             if child.status is None:
                 how += " without effect, as it is stuck inside the kernel: its devices stay locked"
         text = f"[{DEATH}] device process {child.pid} {how} {when or f'during {self.phase}'}"
+        if locks := build_locks(os.environ, since=self._began_at):
+            text += (
+                f"\nit may have held {', '.join(map(str, locks))}: builds wait for that for ever, until it is deleted"
+            )
         self.fail(text, is_rerun=self.reruns_left > 0)
 
 
@@ -250,6 +255,21 @@ def death(status: int | None) -> str:
             return f"was killed by {signal.Signals(number).name}"
         return f"was killed by signal {number}"
     return f"ended with exit status {os.WEXITSTATUS(status)}"
+
+
+def build_locks(environ: Mapping[str, str], since: float) -> list[Path]:
+    """Locks of torch's extension builds that are there, and were made since: who held one may have died.
+
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/cpp_extension.py (_get_build_directory, FileBaton)
+    """
+    root = Path(environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    found: list[Path] = []
+    for pattern in ("*/lock", "*/*/lock"):
+        for lock in root.glob(pattern):
+            with contextlib.suppress(OSError):
+                if lock.stat().st_mtime >= since:
+                    found.append(lock)
+    return sorted(found)
 
 
 def _readable(channel: Channel) -> bool:

@@ -21,9 +21,14 @@ from pytest_cudaenv.grants.lease import Lease
 from pytest_cudaenv.grants.own_process import become
 from pytest_cudaenv.grants.remains import Remains
 from pytest_cudaenv.grants.transport import Channel, Message
+from pytest_cudaenv.host.mask import DEVICE_ORDER, VISIBLE_DEVICES
 
 MUTED = ("pytest_runtest_logstart", "pytest_runtest_logreport", "pytest_runtest_logfinish", "pytest_warning_recorded")
 """Hooks by which others report. They are called in the pytest process, which is sent what they need."""
+
+
+def _mask() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in (VISIBLE_DEVICES, DEVICE_ORDER)}
 
 
 def uses_cuda() -> bool:
@@ -83,6 +88,8 @@ class DeviceProcess:
         self.line: str | None = None
         """The terminal's line, as the pytest process knows it."""
         self.is_serving = self.is_started = self.is_ending = False
+        self.changed_mask: dict[str, str | None] | None = None
+        """As it was before the body of the running test, which has changed it."""
         self.tests = 0
         """How many have been run, reruns by pytest-rerunfailures within one."""
         self.timer: threading.Timer | None = None
@@ -146,6 +153,7 @@ class DeviceProcess:
             answer["internal"] = traceback.format_exc()
         if reruns is not None:
             config.option.force_reruns = forced
+        self._restore_mask()
         for process in self.family.end_test():
             self._warn_left_over(process, "was left running by this test")
         if (broken := broken_context()) is not None:
@@ -154,15 +162,29 @@ class DeviceProcess:
         answer["done"] = {"shouldfail": self.session.shouldfail, "shouldstop": self.session.shouldstop}
         self.channel.send(answer)
 
+    def _restore_mask(self) -> None:
+        """Undo what a test's body did to the mask, where its own teardown has not: it would be the next one's."""
+        if self.changed_mask is None:
+            return
+        for name, value in self.changed_mask.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self.changed_mask = None
+
     def _warn_left_over(self, process: tuple[int, str], how: str) -> None:
+        pid, command = process
+        self._warn(f"[left-over] process {pid} ({command}) {how}; it was ended")
+
+    def _warn(self, text: str) -> None:
+        """Warn of what the last test did; never an error, as nothing of the test's can catch it."""
         if self.last is None:
             return
-        pid, command = process
         path, line, name = self.last.location
         warning = warnings.WarningMessage(
-            pytest.PytestWarning(f"[left-over] process {pid} ({command}) {how}; it was ended"),
-            pytest.PytestWarning, str(self.last.path), (line or 0) + 1,
-        )  # fmt: skip
+            pytest.PytestWarning(text), pytest.PytestWarning, str(self.last.path), (line or 0) + 1
+        )
         self.pytest_warning_recorded(warning, "runtest", self.last.nodeid, (path, line or 0, name))
 
     def _tear_down(self, nextitem: pytest.Item | None) -> None:
@@ -213,9 +235,17 @@ class DeviceProcess:
     def pytest_runtest_setup(self) -> None:
         self.channel.send({"phase": "setup"})
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_call(self) -> None:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self) -> Generator[None, object, object]:
         self.channel.send({"phase": "call"})
+        before = _mask()
+        try:
+            return (yield)
+        finally:
+            self.changed_mask = before if _mask() != before else None
+            if self.changed_mask is not None and uses_cuda():
+                text = f"{VISIBLE_DEVICES} was changed while CUDA was in use, which has no effect in this process"
+                self._warn(f"[mask-changed] {text}; what a test sees is decided by what it requires")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self) -> None:

@@ -271,3 +271,20 @@ def test_what_the_driver_has_reported_is_quoted(suite: pytest.Pytester) -> None:
     assert "Xid" not in text[text.index("_ test_fails _") :]
     assert "Xid 79" not in text
     assert (suite.path / "closed").exists()
+
+
+def test_a_mask_that_is_changed_while_cuda_is_in_use(suite: pytest.Pytester) -> None:
+    """It has no effect, which is said; and the next test has its own again, whoever forgot to undo it."""
+    body = """
+    def test_sets(cuda_device, monkeypatch): monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    def test_leaves(cuda_device): os.environ["CUDA_VISIBLE_DEVICES"] = "7"; del os.environ["CUDA_DEVICE_ORDER"]
+    def test_after(cuda_device):
+        assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"]) == ("0", "PCI_BUS_ID")
+    def test_not_in_use(cuda_device, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    """
+    suite.makepyfile(source(body, ""))
+    result = suite.runpytest_subprocess(*SIMULATE, "session")
+    result.assert_outcomes(passed=4, warnings=2)
+    assert result.stdout.str().count("[mask-changed] CUDA_VISIBLE_DEVICES was changed while CUDA was in use") == 2

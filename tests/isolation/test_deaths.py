@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -269,3 +271,23 @@ def test_frames_that_lead_to_a_test_are_left_out(mine: list[str], theirs: list[s
     assert stacks_as_shown(f"Fatal Python error: X\n\n{crash}\n\nExtension modules: a, b (total: 2)\n") == (
         f"Fatal Python error: X\n\n{expected}"
     )
+
+
+def test_a_build_that_was_killed_leaves_a_lock(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later builds would wait for it for ever. Those that were there before are somebody else's."""
+    folder = pytester.mkdir("extensions")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+    for name in ("old", "new", "py312_cu130/inner"):
+        (folder / name).mkdir(parents=True)
+    (folder / "old" / "lock").touch()
+    os.utime(folder / "old" / "lock", (1, 1))
+    body = """
+    import os
+    def test_builds(cuda_device):
+        for name in ("new", "py312_cu130/inner"): open(f"extensions/{name}/lock", "w").close()
+        os._exit(1)
+    """
+    pytester.makepyfile(source(body))
+    result = pytester.runpytest_subprocess(*SIMULATE, "session")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"it may have held {folder}/new/lock, {folder}/py312_cu130/inner/lock: builds wait*"])
