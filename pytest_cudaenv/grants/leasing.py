@@ -184,7 +184,8 @@ class Leasing:
                     more = format_memory(now[uuid].used - b.used)
                     self._warn(
                         f"[device-memory] {devices[uuid].name} {uuid}: {more} more in use {RETURN:g} s after the end "
-                        "of a device process than before its start; end what it has left behind"
+                        "of a device process than before its start; end what it has left behind, or whoever uses the "
+                        "device without a lease"
                     )
                 return
             if before:

@@ -65,7 +65,12 @@ def test_a_broken_context_harms_nobody_else(pytester: pytest.Pytester) -> None:
         """
     )
     result = run(pytester)
-    assert result.parseoutcomes() == {"passed": 4, "failed": 1, "errors": 1}
+    # A warning tells where another process took memory of the device meanwhile, as under `-n`.
+    assert {k: v for k, v in result.parseoutcomes().items() if k != "warnings"} == {
+        "passed": 4,
+        "failed": 1,
+        "errors": 1,
+    }
     result.stdout.fnmatch_lines(
         ["*ERROR at teardown of test_leaves_it_unseen*", "[[]cuda-sticky[]] this test left CUDA broken*"]
     )
@@ -109,7 +114,7 @@ def test_cuda_in_the_pytest_process_sends_device_tests_to_fresh_interpreters(pyt
         """,
     )
     result = run(pytester)
-    result.assert_outcomes(passed=2, warnings=1)
+    result.assert_outcomes(passed=2)
     result.stdout.fnmatch_lines(["*[[]no-fork[]] CUDA was initialised while collecting test_a.py*"])
 
 
