@@ -21,6 +21,8 @@ class Option(NamedTuple):
     default: Any = None
     choices: tuple[str, ...] = ()
     repeated: bool = False
+    is_switch: bool = False
+    """`--cuda-strict`, `CUDAENV_STRICT=1`, ini `cuda_strict = true`."""
 
     @property
     def flag(self) -> str:
@@ -87,6 +89,28 @@ OPTIONS = (
         "NAME[:COUNT]",
     ),
     Option(
+        "ledger",
+        "write what each test needed, whether it ran and on what, as JSON lines (docs/ledger.md)",
+        "PATH",
+    ),
+    Option(
+        "require",
+        "what this runner promises, and may neither lack nor skip: devices>=2, capability>=9.0, memory>=80GB, bf16, "
+        "flash_attention_3, hub_kernels, peft>=0.18; repeat for more",
+        "NEED",
+        default=(),
+        repeated=True,
+    ),
+    Option("runner", "promise what this profile of the ini key cuda_runners says, and name it in the ledger", "NAME"),
+    Option("min-ran", "fail the run where fewer tests than that have run on a CUDA device", "N"),
+    Option(
+        "strict",
+        "fail device tests that passed without using CUDA",
+        "",
+        default=False,
+        is_switch=True,
+    ),
+    Option(
         "assume",
         "take this distribution as installed and working; repeat for more",
         "DIST[==VERSION]",
@@ -108,6 +132,9 @@ _INI_HELP = {
     "dtypes": "dtypes of tests that name none (the same on every host: they make the ids)",
 }
 
+RUNNERS = "cuda_runners"
+"""The ini key of the profiles that `--cuda-runner` and `pytest-cudaenv matrix` read."""
+
 SWITCH = "cuda"
 """The ini key that switches the whole plugin off: `cuda = false`."""
 
@@ -119,18 +146,24 @@ def add_options(parser: pytest.Parser) -> None:
         group.addoption(
             option.flag,
             dest=option.dest,
-            metavar=option.metavar,
             help=option.help,
             # None, so that an option at its default can be told from one that was given.
             default=None,
-            action="append" if option.repeated else "store",
+            **_action(option),
         )
         help_text = _INI_HELP.get(option.name, f"default of {option.flag}")
-        if option.repeated:
-            parser.addini(option.dest, help_text, type="args", default=None)
-        else:
-            parser.addini(option.dest, help_text, type="string", default=None)
+        kind: Any = "args" if option.repeated else "string"
+        parser.addini(option.dest, help_text, type=kind, default=None)
+    parser.addini(
+        RUNNERS, "profiles of runners, NAME: devices=h100:2 package=peft requires=bf16 cost=8", type="linelist"
+    )
     parser.addini(SWITCH, "false switches pytest-cudaenv off, whatever else is set", type="bool", default=True)
+
+
+def _action(option: Option) -> dict[str, Any]:
+    if option.is_switch:
+        return {"action": "store_true"}
+    return {"action": "append" if option.repeated else "store", "metavar": option.metavar}
 
 
 def given(config: pytest.Config, option: Option) -> Any:

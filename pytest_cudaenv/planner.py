@@ -104,8 +104,11 @@ class Planner:
             return True
         reasons = self.session.unmet(plan.requirement)
         # A device that is here and cannot be used is an error, whatever becomes of needs that are not met.
-        if not reasons or any(reason.is_error for reason in reasons):
+        if not reasons or any(reason.is_error for reason in reasons) or self.session.breach(reasons) is not None:
             return True
         # Not selected is not unsaid: the summary tells what was left out, and why.
-        self.session.reporting.summary.add(item.nodeid, "setup", "deselected", record_of(plan, None, reasons))
+        record = record_of(plan, None, reasons)
+        self.session.reporting.summary.add(item.nodeid, "setup", "deselected", record)
+        if self.session.keeps_books:
+            self.session.bookkeeping.deselect(item.nodeid, record)
         return False

@@ -135,6 +135,8 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
         return (yield)
     state.end_collection()
     try:
+        if state.keeps_books:
+            state.bookkeeping.start([item.nodeid for item in session.items])
         state.start_isolation(session)
         state.start_unmarked(session)
         return (yield)
@@ -201,6 +203,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if _sessions and (record := getattr(report, "cudaenv", None)) is not None:
         _sessions[-1].add_waiting(report.nodeid, record)
         _sessions[-1].reporting.summary.add(report.nodeid, report.when, report.outcome, record)
+    if _sessions and _sessions[-1].keeps_books:
+        _sessions[-1].bookkeeping.add(report)
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
@@ -231,9 +235,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_node_collection_finished(node: Any) -> None:
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     if (session := node.config.stash.get(SESSION, None)) is not None:
         session.reporting.hear_worker()
+        if session.keeps_books:
+            session.bookkeeping.start_once(ids)
+
+
+# Last, as conftests turn "no tests ran" into success there.
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    state = session.config.stash.get(SESSION, None)
+    if state is not None and state.keeps_books:
+        session.exitstatus = state.bookkeeping.end(int(session.exitstatus))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

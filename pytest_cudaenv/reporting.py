@@ -82,6 +82,8 @@ class Reporting:
         simulated = session.settings.simulate
         lines = self.summary.lines("would run" if session.only_collects else "passed")
         lines += self.summary.waiting.lines(time.monotonic() - session.began)
+        if session.keeps_books and session.bookkeeping.verdict is not None:
+            lines.append(session.bookkeeping.verdict)
         if simulated and not session.only_collects:
             lines.insert(0, f"SIMULATED {simulated}: nothing here ran on such a device")
         if lines:

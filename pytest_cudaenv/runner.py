@@ -17,13 +17,19 @@ import pytest
 from pytest_cudaenv import compat
 from pytest_cudaenv.grants.current import Current, enter, leave
 from pytest_cudaenv.grants.grant import Grant
+from pytest_cudaenv.ledger.record import needs
 from pytest_cudaenv.plan import Plan, expect_failure, matching_bad_cell
 from pytest_cudaenv.requirements.reason import Reason
 from pytest_cudaenv.requirements.requirement import Requirement
-from pytest_cudaenv.session import PLAN, RAN_ON, REASONS
+from pytest_cudaenv.session import BREACH, PLAN, RAN_ON, REASONS
+from pytest_cudaenv.unmarked import Use, use_of_cuda
 
 if TYPE_CHECKING:
     from pytest_cudaenv.session import CudaSession
+
+
+HELD = pytest.StashKey["tuple[Grant, Use]"]()
+"""A test's grant, and what its process had done with CUDA before it."""
 
 
 class Runner:
@@ -41,6 +47,8 @@ class Runner:
         if reasons := self.session.unmet(plan.requirement, trying=True):
             self._refuse(item, reasons)
         grant = self._grant(plan.requirement)
+        if grant.devices:
+            item.stash[HELD] = (grant, self._begin_watching(grant))
         if (known := matching_bad_cell(plan, grant.devices[0] if grant.devices else None)) is not None:
             expect_failure(item, known, datetime.date.today())
         if plan.requirement.asks_for_device:
@@ -61,6 +69,40 @@ class Runner:
         if (torch := sys.modules.get("torch")) is not None:
             with _no_traceback():
                 torch.manual_seed(seed)
+
+    def _begin_watching(self, grant: Grant) -> Use:
+        """What this process has done with CUDA before a test; the peak of its memory begins anew."""
+        if self.session.settings.ledger is not None:
+            with contextlib.suppress(Exception):  # another torch, or a broken context
+                if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+                    for index in range(len(grant.devices)):
+                        torch.cuda.reset_peak_memory_stats(index)
+        return use_of_cuda()
+
+    def observe(self, item: pytest.Item, plan: Plan, report: pytest.TestReport, record: dict[str, Any]) -> None:
+        """Put on a report what a ledger tells of the test, and whether it only seemed to use its device."""
+        if self.session.settings.ledger is not None and report.when == "setup":
+            record["needs"] = needs(plan.requirement)
+            record["sources"] = [{"where": where, "needs": needs(part)} for where, part in plan.sources]
+        held = item.stash.get(HELD, None)
+        if held is None or report.when == "teardown":
+            return
+        grant, before = held
+        if self.session.settings.ledger is not None:
+            record["devices"] = [device.uuid for device in grant.devices]
+            if self.session.is_device_process:
+                record["process"] = os.getpid()
+            record["memory"] = _peak_memory(len(grant.devices))
+        if report.when != "call" or report.outcome != "passed" or hasattr(report, "wasxfail"):
+            return
+        if self.session.host.simulated is None and is_idle(before, use_of_cuda()):
+            record["idle"] = True
+            if self.session.settings.strict:
+                report.outcome = "failed"
+                report.longrepr = (
+                    f"[{IDLE}] needs to use CUDA, as it asks for a device; have neither an allocation nor a context. "
+                    "Let the test compute on its device, or take away its requirement (--cuda-strict)"
+                )
 
     def tear_down(self, item: pytest.Item) -> None:
         """After a test's fixtures: it holds no grant any more."""
@@ -100,6 +142,9 @@ class Runner:
         """End the test as unmet: an error where a device is present and unusable, else as `--cuda-unmet` says."""
         item.stash[REASONS] = reasons
         message = " | ".join(str(reason) for reason in reasons)
+        if (promise := self.session.breach(reasons)) is not None:
+            item.stash[BREACH] = promise.text
+            pytest.fail(f"[contract] {promise.text} is promised: {message}\n{reasons[0].remedy}", pytrace=False)
         if any(reason.is_error for reason in reasons):
             pytest.fail(f"{message}\n{reasons[0].remedy}", pytrace=False)
         if self.session.settings.unmet == "fail":
@@ -129,6 +174,27 @@ def _no_traceback() -> Iterator[None]:
             del sys.tracebacklimit
         else:
             sys.tracebacklimit = limit  # type: ignore[assignment]
+
+
+IDLE = "cuda-idle"
+
+
+def is_idle(before: Use, now: Use) -> bool:
+    """Whether nothing between two looks at a process has used CUDA, as far as CUDA itself and torch tell.
+
+    A process that uses CUDA without torch tells nothing, and is not called idle.
+    """
+    if not now[0]:
+        return True
+    return bool(now[1]) and now == before
+
+
+def _peak_memory(count: int) -> int | None:
+    """Bytes that torch has allocated at most on one of the first `count` devices; None where it has used none."""
+    with contextlib.suppress(Exception):  # another torch, or a broken context
+        if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+            return max(int(torch.cuda.max_memory_allocated(index)) for index in range(count))
+    return None
 
 
 def seed_of(item: pytest.Item, session_seed: int) -> int:

@@ -24,10 +24,12 @@ from pytest_cudaenv.names import FIXTURES, MARKERS
 from pytest_cudaenv.options import any_given
 
 if TYPE_CHECKING:
+    from pytest_cudaenv.bookkeeping import Bookkeeping
     from pytest_cudaenv.grants.grant import Granter
     from pytest_cudaenv.host.devices import Host
     from pytest_cudaenv.host.mask import MaskReading
     from pytest_cudaenv.isolation import Isolation
+    from pytest_cudaenv.ledger.contract import Contract, Promise
     from pytest_cudaenv.plan import Plan
     from pytest_cudaenv.planner import Planner
     from pytest_cudaenv.poison import Poison
@@ -53,6 +55,9 @@ WRONG = pytest.StashKey[str]()
 
 REASONS = pytest.StashKey["Sequence[Reason]"]()
 """Why a test did not run."""
+
+BREACH = pytest.StashKey[str]()
+"""The promise that a test would have broken by being skipped."""
 
 RAN_ON = pytest.StashKey[str]()
 """The kind of device that a test was granted."""
@@ -290,6 +295,12 @@ class CudaSession:
         self._unmet.clear()
         self.__dict__.pop("granter", None)
 
+    def breach(self, reasons: Sequence[Reason]) -> Promise | None:
+        """The promise of the runner that a skip for these reasons breaks."""
+        if not (self.settings.require or self.settings.runner):
+            return None
+        return self.contract.breach(reasons, lambda requirement: self.unmet(requirement, trying=True))
+
     def is_device_test(self, item: pytest.Item) -> bool:
         """Whether a test asks for a device which this host can grant."""
         plan = item.stash.get(PLAN, None)
@@ -340,6 +351,9 @@ class CudaSession:
             self.settings = with_canonical_names(self.settings)
             if self.settings.simulate is not None or self.settings.assume:
                 _ = self.host
+            _ = self.contract
+            if self.keeps_books:
+                self.bookkeeping.check()
 
     def _add_project_backends(self) -> None:
         """Take in the attention backends that the project's conftests add."""
@@ -375,6 +389,30 @@ class CudaSession:
             return  # the import that follows says what is wrong
         if mentioned:
             self.answer_questions()
+
+    @cached_property
+    def contract(self) -> Contract:
+        """What the runner promises. Raises pytest.UsageError, with the grammar."""
+        from pytest_cudaenv.bookkeeping import contract_of
+
+        return contract_of(self)
+
+    @cached_property
+    def bookkeeping(self) -> Bookkeeping:
+        """Keeps the ledger, and holds the run to its contract."""
+        from pytest_cudaenv.bookkeeping import Bookkeeping
+
+        return Bookkeeping(self)
+
+    @cached_property
+    def keeps_books(self) -> bool:
+        """Whether this process accounts for the run: not a worker, and not a device process."""
+        if self.interpreter is not None or hasattr(self.config, "workerinput") or self.only_collects:
+            return False
+        if not any_given(self.config):
+            return False
+        settings = self.settings
+        return bool(settings.ledger or settings.require or settings.runner or settings.min_ran is not None)
 
     @cached_property
     def poison(self) -> Poison:
@@ -436,7 +474,10 @@ class CudaSession:
         """Put on a report what summaries need: where it ran, or why it did not. Travels from xdist's workers."""
         if (plan := item.stash.get(PLAN, None)) is not None:
             record = record_of(plan, item.stash.get(RAN_ON, None), item.stash.get(REASONS, ()))
+            if (breach := item.stash.get(BREACH, None)) is not None:
+                record["breach"] = breach
             report.cudaenv = record  # type: ignore[attr-defined]
+            self.runner.observe(item, plan, report, record)
         if self.unmarked is not None:
             self.unmarked.judge(item, report)
 

@@ -30,6 +30,13 @@ class Settings:
     lease_dir: str | None = None
     simulate: str | None = None
     assume: tuple[str, ...] = ()
+    ledger: str | None = None
+    require: tuple[str, ...] = ()
+    """What the runner promises, as it was written."""
+    runner: str | None = None
+    min_ran: int | None = None
+    """Tests that must have run on a CUDA device."""
+    strict: bool = False
     only_attn_backends: tuple[str, ...] = ()
     """Cells of other backends are deselected; empty: none are."""
     only_dtypes: tuple[str, ...] = ()
@@ -53,7 +60,11 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] | None = None) -> 
         if option.choices and value not in option.choices:
             raise pytest.UsageError(f"{option.flag}: {value!r} ({origin}): choose from {', '.join(option.choices)}")
         values[option.name] = tuple(value) if option.repeated else value
-        if origin:
+        if option.is_switch and not isinstance(value, bool):
+            value = values[option.name] = _switch(option, value, origin)
+        if origin and option.is_switch:
+            provenance[option.flag if value else f"{option.flag} off"] = origin
+        elif origin:
             shown = " ".join(value) if option.repeated else value
             provenance[f"{option.flag} {shown}"] = origin
     return Settings(
@@ -66,12 +77,32 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] | None = None) -> 
         lease_dir=values["lease-dir"],
         simulate=values["simulate"],
         assume=values["assume"],
+        ledger=values["ledger"],
+        require=values["require"],
+        runner=values["runner"],
+        min_ran=_count(values["min-ran"]),
+        strict=values["strict"],
         only_attn_backends=values["attn-backends"],
         only_dtypes=values["dtypes"],
         attn_backends=_ini_list(config, "cuda_attn_backends", provenance),
         dtypes=_ini_list(config, "cuda_dtypes", provenance),
         provenance=provenance,
     )
+
+
+def _count(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.strip().isdecimal():
+        raise pytest.UsageError(f"--cuda-min-ran: {text!r}: write a number of tests")
+    return int(text)
+
+
+def _switch(option: Option, text: str, origin: str) -> bool:
+    word = text.strip().lower()
+    if word not in {"1", "true", "yes", "on", "0", "false", "no", "off"}:
+        raise pytest.UsageError(f"{option.flag}: {text!r} ({origin}): write true or false")
+    return word in {"1", "true", "yes", "on"}
 
 
 def _seconds(text: str) -> float:

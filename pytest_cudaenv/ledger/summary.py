@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,10 @@ class Summary:
     waiting: Waiting = field(default_factory=Waiting)
     unmarked: set[str] = field(default_factory=set)
     """Tests that declare no device and used CUDA."""
+    idle: set[str] = field(default_factory=set)
+    """Tests that asked for a device and passed without using CUDA."""
+    breaches: dict[str, set[str]] = field(default_factory=dict)
+    """What the runner promised -> the tests that did not run all the same."""
 
     def add(self, nodeid: str, when: str, outcome: str, record: Mapping[str, Any] | None) -> None:
         """Count one report (setup, call or teardown) of a test that uses the plugin."""
@@ -87,6 +91,10 @@ class Summary:
             return
         if record.get("unmarked"):
             self.unmarked.add(nodeid)
+        if record.get("idle"):
+            self.idle.add(nodeid)
+        if (promise := record.get("breach")) is not None:
+            self.breaches.setdefault(promise, set()).add(nodeid)
         if (waited := record.get("waited")) is not None:
             self.waiting.add(nodeid, waited)
         if when == "call" and outcome == "passed" and record.get("ran_on"):
@@ -111,8 +119,13 @@ class Summary:
         if self.passed:
             kinds = ", ".join(f"{count} on {kind}" for kind, count in self.passed.most_common())
             lines.append(f"{ran}: {kinds}")
+        for promise, tests in sorted(self.breaches.items()):
+            lines += [f"promised and not run: {promise}: {len(tests)}", f"       {_named(tests)}"]
+        if self.idle:
+            remedy = "Let them compute on their device, or take away the requirement; --cuda-strict fails them."
+            lines += [f"passed without using CUDA: {len(self.idle)}", f"       {_named(self.idle)}", f"       {remedy}"]
         if self.unmarked:
-            lines += _unmarked_lines(sorted(self.unmarked))
+            lines += _unmarked_lines(self.unmarked)
         if self.groups:
             errors = f" ({len(self.errors)} of them errors)" if self.errors else ""
             lines.append(f"not run: {self.not_run}{errors}")
@@ -125,7 +138,12 @@ def _sorted(groups: Iterable[tuple[str, Group]]) -> list[tuple[str, Group]]:
     return sorted(groups, key=lambda entry: (entry[1].rank, -len(entry[1].tests), entry[0]))
 
 
-def _unmarked_lines(tests: Sequence[str]) -> list[str]:
-    named = ", ".join(tests[:NAMED]) + (f" and {len(tests) - NAMED} more" if len(tests) > NAMED else "")
+def _unmarked_lines(tests: Collection[str]) -> list[str]:
     remedy = "Put @requires_cuda on them, or choose --cuda-unmarked=grant, hide or fail."
-    return [f"used CUDA without declaring it, and without a lease: {len(tests)}", f"       {named}", f"       {remedy}"]
+    head = f"used CUDA without declaring it, and without a lease: {len(tests)}"
+    return [head, f"       {_named(tests)}", f"       {remedy}"]
+
+
+def _named(tests: Collection[str]) -> str:
+    """The first tests by name, and how many more there are."""
+    return ", ".join(sorted(tests)[:NAMED]) + (f" and {len(tests) - NAMED} more" if len(tests) > NAMED else "")

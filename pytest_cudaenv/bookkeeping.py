@@ -1,0 +1,174 @@
+"""What a run accounts for: its ledger, and its contract. One for each run; under xdist the controller's."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_cudaenv._version import __version__
+from pytest_cudaenv.ledger.contract import Contract, Promise, Runner, read_promise, read_runners
+from pytest_cudaenv.ledger.record import Ledger, Report, run_facts
+from pytest_cudaenv.options import RUNNERS
+
+if TYPE_CHECKING:
+    from pytest_cudaenv.session import CudaSession
+
+CODE = "contract"
+
+
+def contract_of(session: CudaSession) -> Contract:
+    """What the runner of a run promises. Raises pytest.UsageError, with the grammar."""
+    settings = session.settings
+    try:
+        promises: list[Promise] = [read_promise(text) for text in settings.require]
+    except ValueError as error:
+        raise pytest.UsageError(f"--cuda-require: {error}") from None
+    if settings.runner is not None:
+        promises += runner_of(session.config, settings.runner).promises()
+    return Contract(tuple(dict.fromkeys(promises)), settings.min_ran)
+
+
+def runner_of(config: pytest.Config, name: str) -> Runner:
+    """A profile by its name. Raises pytest.UsageError that names the choices."""
+    try:
+        runners = read_runners(config.getini(RUNNERS))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    if name not in runners:
+        choices = f"choose from {', '.join(sorted(runners))}" if runners else f"the ini key {RUNNERS} has no profile"
+        raise pytest.UsageError(f"--cuda-runner: {name!r}: {choices}")
+    return runners[name]
+
+
+class Bookkeeping:
+    """Keeps the ledger, and holds the run to its contract."""
+
+    def __init__(self, session: CudaSession) -> None:
+        self.session = session
+        self.ledger: Ledger | None = None
+        self._is_told = False
+        self._deselected: list[tuple[str, dict[str, Any]]] = []
+        self.ran = 0
+        """Tests whose body ran."""
+        self.ran_on_cuda = 0
+        """Those of them that held a CUDA device."""
+        self.breaches: dict[str, str] = {}
+        """Test -> the promise that its skip would have broken."""
+        self.verdict: str | None = None
+        """Why the run as a whole fails, where no test of it does."""
+
+    def check(self) -> None:
+        """Before anything is collected: refuse a host that lacks what was promised, and a ledger that can't be kept.
+
+        Raises pytest.UsageError with need, have and remedy of each.
+        """
+        broken = self.session.contract.broken(self.session.unmet)
+        if broken:
+            raise pytest.UsageError(*(str(one) for one in broken))
+        path = self._path
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("")
+        except OSError as error:
+            raise pytest.UsageError(
+                f"--cuda-ledger {path}: {error.strerror}: name a file that can be written"
+            ) from None
+
+    @cached_property
+    def _path(self) -> Path | None:
+        text = self.session.settings.ledger
+        return None if text is None else self.session.config.invocation_params.dir / os.path.expanduser(text)
+
+    def start(self, ids: Sequence[str]) -> None:
+        """Once it is known which tests are selected; more can be told of later."""
+        if self._path is None:
+            return
+        if self.ledger is None:
+            session, contract = self.session, self.session.contract
+            run = run_facts(
+                session.host,
+                session.reading,
+                os.environ,
+                plugin=__version__,
+                python=platform.python_version(),
+                pytest=pytest.__version__,
+                provenance=session.settings.provenance,
+                promises=[promise.text for promise in contract.promises],
+                runner=session.settings.runner,
+                arguments=[str(argument) for argument in session.config.invocation_params.args],
+            )
+            self.ledger = Ledger(self._path.open("w", encoding="utf-8"), run)
+            for nodeid, record in self._deselected:
+                self.ledger.deselect(nodeid, record)
+        self.ledger.collected(ids)
+
+    def start_once(self, ids: Sequence[str]) -> None:
+        """The same from one of xdist's workers, all of which have selected the same."""
+        if not self._is_told:
+            self._is_told = True
+            self.start(ids)
+
+    def add(self, report: pytest.TestReport) -> None:
+        """Take in one of pytest's reports."""
+        record: dict[str, Any] = getattr(report, "cudaenv", None) or {}
+        if report.when == "call" and report.outcome in {"passed", "failed"}:
+            self.ran += 1
+            self.ran_on_cuda += record.get("ran_on") not in {None, "CPU"}
+        if (promise := record.get("breach")) is not None:
+            self.breaches[report.nodeid] = promise
+        if self.ledger is not None:
+            self.ledger.add(
+                Report(
+                    report.nodeid,
+                    str(report.when),
+                    report.outcome,
+                    report.duration,
+                    message=_message(report),
+                    xfail=hasattr(report, "wasxfail"),
+                    worker=getattr(report, "worker_id", None),
+                    record=record,
+                )
+            )
+
+    def deselect(self, nodeid: str, record: dict[str, Any]) -> None:
+        """A test that was left out because its needs are not met."""
+        self._deselected.append((nodeid, record))
+
+    def end(self, status: int) -> int:
+        """After the last test: the exit status that the contract leaves of pytest's own."""
+        contract = self.session.contract
+        has_contract = bool(contract.promises) or contract.min_ran is not None
+        if status in {0, int(pytest.ExitCode.NO_TESTS_COLLECTED)} and has_contract:
+            if contract.min_ran is not None and self.ran_on_cuda < contract.min_ran:
+                self.verdict = (
+                    f"[{CODE}] needs {contract.min_ran} tests that ran on a CUDA device (--cuda-min-ran); "
+                    f"have {self.ran_on_cuda}"
+                )
+            elif not self.ran:
+                self.verdict = f"[{CODE}] needs a test that ran; have none: a run that tests nothing is no success"
+        if self.verdict is not None:
+            status = int(pytest.ExitCode.TESTS_FAILED)
+        if self.ledger is not None:
+            self.ledger.end(status, time.monotonic() - self.session.began)
+            self.ledger = None
+        return status
+
+
+def _message(report: pytest.TestReport) -> str | None:
+    """The first line of a failure, or the text of a skip; None for what passed."""
+    if report.outcome == "passed":
+        return None
+    if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2]).removeprefix("Skipped: ")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = str(crash.message if crash is not None else report.longrepr or "").strip()
+    return text.partition("\n")[0][:300] or None

@@ -1,0 +1,218 @@
+"""The contract: what a runner promises, and may therefore neither lack nor skip; pure functions of host and reasons."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from pytest_cudaenv.host.catalog import UnknownDeviceError, simulated_host
+from pytest_cudaenv.requirements.markers import (
+    requires_attn_backend,
+    requires_cuda,
+    requires_dtype,
+    requires_hub_kernels,
+    requires_nccl,
+    requires_package,
+    requires_quantization,
+)
+from pytest_cudaenv.requirements.reason import Reason
+from pytest_cudaenv.requirements.requirement import Requirement
+
+Unmet = Callable[[Requirement], Sequence[Reason]]
+
+GRAMMAR = (
+    "devices>=2, capability>=9.0, memory>=80GB, driver>=12.4, bf16, fp8, flash_attention_3, nccl, hub_kernels, "
+    "org/kernel, a quantization method, or a package: peft>=0.18"
+)
+
+_COMPARED = re.compile(r"(devices|capability|memory|driver)\s*(>=|==|~=|!=|<=|<|>)\s*(\S.*)")
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One thing that a runner promises, as it was written and as a requirement that it must meet."""
+
+    text: str
+    requirement: Requirement
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A promise that this host does not keep."""
+
+    promise: Promise
+    reason: Reason
+
+    def __str__(self) -> str:
+        r = self.reason
+        return f"[contract] {self.promise.text} is promised: {r.need}; have {r.have} [{r.code}]. {r.remedy}"
+
+
+def read_promise(text: str) -> Promise:
+    """What a promise means. Raises ValueError, with the grammar."""
+    text = text.strip()
+    try:
+        return Promise(text, _requirement(text))
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}; write {GRAMMAR}") from None
+
+
+def _requirement(text: str) -> Requirement:
+    if compared := _COMPARED.fullmatch(text):
+        return _compared(*compared.groups())
+    if text in _NAMED:
+        return _NAMED[text]()
+    for read in (requires_dtype, requires_attn_backend, requires_quantization, requires_package):
+        with suppress(ValueError):
+            return requires_hub_kernels(text) if "/" in text and " " not in text else read(text)
+    raise ValueError("is neither a need nor a package")
+
+
+_NAMED: dict[str, Callable[[], Requirement]] = {
+    "cuda": requires_cuda,
+    "nccl": requires_nccl,
+    "hub_kernels": requires_hub_kernels,
+    "hub-kernels": requires_hub_kernels,
+}
+
+
+def _compared(what: str, operator: str, value: str) -> Requirement:
+    if what == "capability":
+        return requires_cuda(capability=operator + value)
+    if what == "driver":
+        return requires_cuda(driver=operator + value)
+    if operator != ">=":
+        raise ValueError(f"{what} is promised as {what}>=…")
+    if what == "memory":
+        return requires_cuda(memory=value)
+    if not value.isdecimal():
+        raise ValueError(f"{value!r} is no number of devices")
+    return requires_cuda(devices=int(value))
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A profile of a CI runner: what it has, what must run there, and what a minute of it costs."""
+
+    name: str
+    devices: str | None = None
+    """In the spelling of the catalogue: `h100:2`; None: no GPU."""
+    packages: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    cost: float = 1.0
+    labels: tuple[str, ...] = ()
+    """`runs-on` of a CI system."""
+
+    def promises(self) -> tuple[Promise, ...]:
+        """Everything that it promises: its devices, their capability and memory, its packages, its requires."""
+        texts = [*self.requires]
+        found: list[Promise] = []
+        if self.devices is not None:
+            host = simulated_host(self.devices)
+            device = host.devices[0]
+            texts.insert(0, f"devices>={len(host.devices)}")
+            if device.capability is not None:
+                texts.insert(1, "capability>={}.{}".format(*device.capability))
+            if device.total_memory is not None:
+                found.append(Promise(f"memory of {self.devices}", Requirement(devices=1, memory=device.total_memory)))
+        return (*(read_promise(text) for text in texts), *found, *(read_promise(text) for text in self.packages))
+
+
+def read_runners(lines: Iterable[str]) -> dict[str, Runner]:
+    """Profiles from ini lines: `h100x2: devices=h100:2 package=flash-attn-3 requires=flash_attention_3 cost=8`.
+
+    Raises ValueError that names the line.
+    """
+    runners: dict[str, Runner] = {}
+    for line in lines:
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, colon, rest = line.partition(":")
+        name = name.strip()
+        try:
+            if not colon or not name or not re.fullmatch(r"[\w.-]+", name):
+                raise ValueError("a line begins with NAME:")
+            if name in runners:
+                raise ValueError("the name is there twice")
+            runners[name] = _runner(name, shlex.split(rest))
+        except ValueError as error:
+            raise ValueError(
+                f"cuda_runners: {line.strip()!r}: {error}; write NAME: devices=h100:2 package=peft requires=bf16 cost=8"
+            ) from None
+    return runners
+
+
+def _runner(name: str, words: Sequence[str]) -> Runner:
+    values: dict[str, list[str]] = {"devices": [], "package": [], "requires": [], "cost": [], "label": []}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in values or not value:
+            raise ValueError(f"{word!r}: choose from {', '.join(f'{k}=' for k in values)}")
+        values[key].append(value)
+    for key in ("devices", "cost"):
+        if len(values[key]) > 1:
+            raise ValueError(f"{key}= is there twice")
+    devices = values["devices"][0] if values["devices"] else None
+    if devices is not None:
+        try:
+            simulated_host(devices)
+        except UnknownDeviceError as error:
+            raise ValueError(str(error)) from None
+    try:
+        cost = float(values["cost"][0]) if values["cost"] else 1.0
+    except ValueError:
+        raise ValueError(f"cost={values['cost'][0]!r} is no number") from None
+    if not 0 <= cost < float("inf"):
+        raise ValueError(f"cost={cost:g} is no price")
+    runner = Runner(name, devices, tuple(values["package"]), tuple(values["requires"]), cost, tuple(values["label"]))
+    runner.promises()
+    return runner
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a run's runner promises."""
+
+    promises: tuple[Promise, ...] = ()
+    min_ran: int | None = None
+    """Tests that must have run on a CUDA device."""
+
+    def broken(self, unmet: Unmet) -> list[Broken]:
+        """The promises that a host does not keep, with what it lacks."""
+        return [Broken(promise, reason) for promise in self.promises for reason in unmet(promise.requirement)]
+
+    def breach(self, reasons: Iterable[Reason], unmet: Unmet) -> Promise | None:
+        """The promise that a skip for these reasons breaks; None where nothing promised is missing.
+
+        A test may need more than was promised: only what keeps the promise itself from being met is a breach.
+        """
+        kept_from = {(r.code, r.need) for r in reasons}
+        for promise in self.promises:
+            if kept_from & {(r.code, r.need) for r in unmet(promise.requirement)}:
+                return promise
+        return None
+
+    def covering(self, requirement: Requirement) -> Promise | None:
+        """The promise that covers all that a test needs of a host which meets it: no skip of it can be right.
+
+        What a device can do is decided by the devices that were promised; software has to be promised by name.
+        """
+        whole = Requirement()
+        for promise in self.promises:
+            whole = whole.merged(promise.requirement)
+        needs_nothing = not (requirement.devices or any(getattr(requirement, name) for name in _SOFTWARE))
+        if needs_nothing or requirement.devices > whole.devices:
+            return None
+        if any(not set(getattr(requirement, name)) <= set(getattr(whole, name)) for name in _SOFTWARE):
+            return None
+        wanted = {name: set(getattr(requirement, name)) for name in _SOFTWARE}
+        for promise in self.promises:
+            if any(wanted[name] & set(getattr(promise.requirement, name)) for name in _SOFTWARE):
+                return promise
+        return next((p for p in self.promises if p.requirement.devices >= requirement.devices), None)
+
+
+_SOFTWARE = ("attn_backends", "quantization", "packages", "hub_kernels")

@@ -1,0 +1,265 @@
+"""The ledger: a file of JSON lines that tells of each test what it needed, whether it ran, and on what.
+
+It is written while the run goes on, so that what is there is true however the run ends. `schema.json` beside this
+file is the format. Pure but for the file: what goes in are facts and plain data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from pytest_cudaenv.host.devices import Host
+from pytest_cudaenv.host.mask import VISIBLE_DEVICES, MaskReading
+from pytest_cudaenv.requirements.requirement import Requirement
+
+VERSION = 1
+"""Of the format; a reader refuses those that it does not know."""
+
+IDS_PER_LINE = 1000
+
+INTERESTING = (
+    "torch", "triton", "transformers", "accelerate", "kernels", "peft", "diffusers", "vllm", "flash-attn",
+    "flash-attn-3", "flash-attn-4", "bitsandbytes", "torchao", "numpy", "pytest", "pytest-xdist", "nvidia-ml-py",
+)  # fmt: skip
+"""Distributions whose versions a ledger tells."""
+
+
+def now() -> str:
+    """The time, as ledgers write it."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def run_facts(
+    host: Host,
+    reading: MaskReading,
+    environ: Mapping[str, str],
+    *,
+    plugin: str,
+    python: str,
+    pytest: str,
+    provenance: Mapping[str, str],
+    promises: Sequence[str] = (),
+    runner: str | None = None,
+    arguments: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The first line of a ledger: the host, its software, and what the run was told."""
+    torch = host.software.torch
+    distributions = {name: host.software.distributions.get(name) for name in INTERESTING}
+    return _known(
+        {
+            "kind": "run",
+            "ledger": VERSION,
+            "plugin": plugin,
+            "started": now(),
+            "runner": runner,
+            "simulated": host.simulated,
+            "promises": list(promises),
+            "host": _known(
+                {
+                    "devices": [
+                        _known(
+                            {
+                                "uuid": d.uuid,
+                                "name": d.name,
+                                "capability": d.capability and "{}.{}".format(*d.capability),
+                                "memory": d.total_memory,
+                                "mig": d.is_mig or None,
+                            }
+                        )
+                        for d in host.devices
+                    ],
+                    "visible": [d.uuid for d in reading.devices],
+                    "mask": environ.get(VISIBLE_DEVICES),
+                    "driver": host.driver,
+                    "driver_cuda": host.driver_cuda and "{}.{}".format(*host.driver_cuda),
+                    "problem": host.problem and {"code": host.problem.code, "have": host.problem.have},
+                },
+                keep=("devices", "visible", "mask"),
+            ),
+            "software": _known(
+                {
+                    "python": python,
+                    "pytest": pytest,
+                    "torch_build": None if torch is None else torch_build(torch.cuda, torch.hip),
+                    "distributions": {name: version for name, version in distributions.items() if version is not None},
+                },
+                keep=("distributions",),
+            ),
+            "settings": [{"setting": setting, "origin": origin} for setting, origin in provenance.items()],
+            "arguments": list(arguments),
+        }
+    )
+
+
+def torch_build(cuda: str | None, hip: str | None) -> str:
+    """`CUDA 13.0`, `ROCm 6.4` or `CPU`."""
+    return f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU"
+
+
+def _known(facts: dict[str, Any], keep: Iterable[str] = ()) -> dict[str, Any]:
+    """The facts without those that are unknown or empty."""
+    kept = set(keep)
+    return {k: v for k, v in facts.items() if not (v is None or v in ("", [], {}, ())) or (k in kept and v is not None)}
+
+
+def needs(requirement: Requirement) -> dict[str, Any]:
+    """The fields of a requirement that are not at their default, as plain data."""
+    default = Requirement()
+    return {
+        f.name: _plain(value)
+        for f in dataclasses.fields(requirement)
+        if (value := getattr(requirement, f.name)) != getattr(default, f.name)
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(v) for f in dataclasses.fields(value) if (v := getattr(value, f.name)) is not None}
+    return value
+
+
+@dataclass
+class _Test:
+    """What the reports of a test have told so far."""
+
+    nodeid: str
+    outcome: str = "passed"
+    seconds: dict[str, float] = field(default_factory=dict)
+    attempts: int = 1
+    again: bool = False
+    """What is reported until its next setup is the rest of an attempt that is repeated."""
+    message: str | None = None
+    skip: str | None = None
+    worker: str | None = None
+    record: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, report: Report) -> None:
+        if report.when == "setup":
+            self.again = False
+        if report.outcome == "rerun":
+            self.attempts += not self.again
+            self.again = True
+            self.outcome, self.message, self.skip = "passed", None, None
+            return
+        self.worker = report.worker or self.worker
+        self.record.update(report.record)
+        self.seconds[report.when] = round(self.seconds.get(report.when, 0.0) + report.seconds, 4)
+        if report.outcome == "failed":
+            is_error = report.when in {"setup", "teardown"}
+            if self.outcome != "failed":
+                self.outcome = "error" if is_error else "failed"
+            self.message = self.message or report.message
+        elif report.outcome == "skipped" and self.outcome == "passed":
+            self.outcome = "xfailed" if report.xfail else "skipped"
+            self.skip = None if report.xfail or self.record.get("reasons") else report.message
+        elif report.outcome == "passed" and report.xfail and report.when == "call":
+            self.outcome = "xpassed"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a ledger reads of one of pytest's reports."""
+
+    nodeid: str
+    when: str
+    """setup, call or teardown."""
+    outcome: str
+    """passed, failed, skipped or rerun."""
+    seconds: float = 0.0
+    message: str | None = None
+    """The first line of a failure, or the text of a skip."""
+    xfail: bool = False
+    worker: str | None = None
+    record: Mapping[str, Any] = field(default_factory=dict)
+    """What the plugin has put on the report."""
+
+
+class Ledger:
+    """Writes one ledger."""
+
+    def __init__(self, file: IO[str], run: Mapping[str, Any]) -> None:
+        self._file = file
+        self._tests: dict[str, _Test] = {}
+        self._last: _Test | None = None
+        self._requirements: dict[str, int] = {}
+        self._write(run)
+
+    def collected(self, ids: Sequence[str]) -> None:
+        """Tell which tests were selected: those that are never told of again did not run."""
+        for start in range(0, len(ids), IDS_PER_LINE):
+            self._write({"kind": "collected", "ids": list(ids[start : start + IDS_PER_LINE])})
+
+    def add(self, report: Report) -> None:
+        """Take in a report; the test is written with its last one."""
+        test = self._tests.get(report.nodeid)
+        if test is None:
+            # A process that ends late can still tell something of the test that ran last: it is then written again.
+            is_late = self._last is not None and self._last.nodeid == report.nodeid and report.when == "teardown"
+            test = self._last if is_late and self._last is not None else _Test(report.nodeid)
+            self._tests[report.nodeid] = test
+        test.add(report)
+        if report.when not in {"setup", "call"} and not test.again:
+            self._finish(test)
+
+    def deselect(self, nodeid: str, record: Mapping[str, Any]) -> None:
+        """Tell of a test that was not selected because its needs are not met."""
+        self._finish(_Test(nodeid, outcome="deselected", record=dict(record)))
+
+    def end(self, status: int, seconds: float) -> None:
+        """Tell of the tests that had no last report, and how the run ended."""
+        for test in list(self._tests.values()):
+            self._finish(test)
+        self._write({"kind": "end", "finished": now(), "status": status, "seconds": round(seconds, 3)})
+        self._file.close()
+
+    def _finish(self, test: _Test) -> None:
+        self._tests.pop(test.nodeid, None)
+        self._last = test
+        record = test.record
+        reasons = [{k: v for k, v in r.items() if k != "rank"} for r in record.get("reasons", ())]
+        line = {
+            "kind": "test",
+            "id": test.nodeid,
+            "outcome": test.outcome,
+            "cell": record.get("cell"),
+            "requirement": self._requirement(record),
+            "reasons": reasons,
+            "skip": record.get("skip") or test.skip,
+            "ran_on": record.get("ran_on") if test.outcome not in {"skipped", "deselected"} else None,
+            "devices": record.get("devices"),
+            "process": record.get("process"),
+            "worker": test.worker,
+            "seconds": test.seconds,
+            "waited": (record.get("waited") or {}).get("seconds"),
+            "memory": record.get("memory"),
+            "attempts": test.attempts if test.attempts > 1 else None,
+            "idle": record.get("idle"),
+            "breach": record.get("breach"),
+            "unmarked": record.get("unmarked"),
+            "message": test.message if test.outcome in {"failed", "error"} else None,
+        }
+        self._write(_known(line))
+
+    def _requirement(self, record: Mapping[str, Any]) -> int | None:
+        """The number under which this ledger tells of a requirement and its sources; told once."""
+        if not record.get("needs"):
+            return None
+        told = {"needs": record["needs"], "sources": record.get("sources", [])}
+        key = json.dumps(told, sort_keys=True)
+        number = self._requirements.get(key)
+        if number is None:
+            number = self._requirements[key] = len(self._requirements)
+            self._write({"kind": "requirement", "number": number, **told})
+        return number
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        # One write for each line: who is killed between two leaves whole lines.
+        self._file.write(json.dumps(line, separators=(",", ":"), ensure_ascii=False) + "\n")
+        self._file.flush()
