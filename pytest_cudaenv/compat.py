@@ -109,17 +109,18 @@ def skip_at_test(message: str) -> NoReturn:
     raise pytest.skip.Exception(message, _use_item_location=True)
 
 
-def skips_itself(item: pytest.Item) -> bool:
-    """Whether the test's own `skip` or `skipif` marks skip it.
+def own_skip(item: pytest.Item) -> str | None:
+    """Why the test's own `skip` or `skipif` marks skip it; None where none does.
 
     https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/skipping.py (evaluate_skip_marks)
     """
     from _pytest.skipping import evaluate_skip_marks
 
     try:
-        return evaluate_skip_marks(item) is not None
+        skip = evaluate_skip_marks(item)
     except pytest.fail.Exception:
-        return False  # a condition that cannot be evaluated is an error of the run, when it comes to it
+        return None  # a condition that cannot be evaluated is an error of the run, when it comes to it
+    return None if skip is None else skip.reason
 
 
 def our_fixtures(item: pytest.Item, package: str) -> frozenset[str]:

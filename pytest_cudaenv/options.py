@@ -94,6 +94,11 @@ OPTIONS = (
         "PATH",
     ),
     Option(
+        "plan",
+        "with --collect-only: write what each collected test needs, as JSON lines",
+        "PATH",
+    ),
+    Option(
         "require",
         "what this runner promises, and may neither lack nor skip: devices>=2, capability>=9.0, memory>=80GB, bf16, "
         "flash_attention_3, hub_kernels, peft>=0.18; repeat for more",

@@ -49,7 +49,7 @@ class Planner:
         """Count what would run where, for a run that only collects."""
         summary = self.session.reporting.summary
         for item in items:
-            if (plan := item.stash.get(PLAN, None)) is None or compat.skips_itself(item):
+            if (plan := item.stash.get(PLAN, None)) is None or compat.own_skip(item) is not None:
                 continue
             if reasons := self.session.unmet(plan.requirement):
                 outcome = "failed" if any(reason.is_error for reason in reasons) else "skipped"
@@ -100,8 +100,8 @@ class Planner:
             return False
         if settings.only_dtypes and cell.dtype is not None and cell.dtype not in settings.only_dtypes:
             return False
-        if settings.unmet != "deselect":
-            return True
+        if settings.unmet != "deselect" or settings.plan is not None:
+            return True  # what a suite needs is the same on every host, and told whole
         reasons = self.session.unmet(plan.requirement)
         # A device that is here and cannot be used is an error, whatever becomes of needs that are not met.
         if not reasons or any(reason.is_error for reason in reasons) or self.session.breach(reasons) is not None:

@@ -354,6 +354,19 @@ class CudaSession:
             _ = self.contract
             if self.keeps_books:
                 self.bookkeeping.check()
+            if self.settings.plan is not None:
+                self._write_suite(self.settings.plan)
+
+    def _write_suite(self, plan: str) -> None:
+        """Once it is collected, and in this process alone."""
+        if self.interpreter is not None or hasattr(self.config, "workerinput"):
+            return
+        if not self.only_collects:
+            raise pytest.UsageError("--cuda-plan goes with --collect-only; what a run did is told by --cuda-ledger")
+        from pytest_cudaenv.collected import SuiteWriter
+
+        path = self.config.invocation_params.dir / os.path.expanduser(plan)
+        self.config.pluginmanager.register(SuiteWriter(self, path), "cudaenv-suite")
 
     def _add_project_backends(self) -> None:
         """Take in the attention backends that the project's conftests add."""

@@ -31,6 +31,8 @@ class Settings:
     simulate: str | None = None
     assume: tuple[str, ...] = ()
     ledger: str | None = None
+    plan: str | None = None
+    """Where to write what each collected test needs."""
     require: tuple[str, ...] = ()
     """What the runner promises, as it was written."""
     runner: str | None = None
@@ -78,6 +80,7 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] | None = None) -> 
         simulate=values["simulate"],
         assume=values["assume"],
         ledger=values["ledger"],
+        plan=values["plan"],
         require=values["require"],
         runner=values["runner"],
         min_ran=_count(values["min-ran"]),

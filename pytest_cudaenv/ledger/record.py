@@ -15,6 +15,8 @@ from typing import IO, Any
 
 from pytest_cudaenv.host.devices import Host
 from pytest_cudaenv.host.mask import VISIBLE_DEVICES, MaskReading
+from pytest_cudaenv.requirements.hub_kernels import HubKernel
+from pytest_cudaenv.requirements.reason import Rank, Reason
 from pytest_cudaenv.requirements.requirement import Requirement
 
 VERSION = 1
@@ -122,6 +124,45 @@ def _plain(value: Any) -> Any:
         return [_plain(v) for v in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(v) for f in dataclasses.fields(value) if (v := getattr(value, f.name)) is not None}
+    return value
+
+
+def requirement_from(needed: Mapping[str, Any]) -> Requirement:
+    """The requirement that `needs` made this of, also after a way through JSON.
+
+    Raises ValueError that names what is no field of a requirement, or not of its kind: never a need that is lost.
+    """
+    fields = {f.name: f for f in dataclasses.fields(Requirement)}
+    values: dict[str, Any] = {}
+    for name, value in needed.items():
+        if name not in fields:
+            raise ValueError(f"needs: {name!r} is not known here: it may come from a newer pytest-cudaenv")
+        default = fields[name].default
+        try:
+            values[name] = _read_field(name, value, default)
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"needs: {name}: {value!r} cannot be read ({error})") from None
+    return Requirement(**values)
+
+
+def _read_field(name: str, value: Any, default: object) -> Any:
+    if isinstance(default, tuple):
+        if not isinstance(value, (list, tuple)):
+            raise TypeError("is no list")
+        return tuple(_read_one(name, one) for one in value)
+    wanted = str if default is None else type(default)
+    if type(value) is not wanted:
+        raise TypeError(f"is no {wanted.__name__}")
+    return value
+
+
+def _read_one(name: str, value: Any) -> Any:
+    if name == "hub_kernels":
+        return HubKernel(**value)
+    if name == "model_reasons":
+        return Reason(**{**value, "rank": Rank(value["rank"])})
+    if not isinstance(value, str):
+        raise TypeError("is no text")
     return value
 
 
