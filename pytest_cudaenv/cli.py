@@ -1,4 +1,4 @@
-"""`pytest-cudaenv doctor` and `pytest-cudaenv devices`: what decides a skip here, and what a CUDA process would see."""
+"""`pytest-cudaenv`: what decides a skip here, what a CUDA process would see, why a test runs, and who can run it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,19 @@ from pytest_cudaenv.host.devices import Host
 from pytest_cudaenv.host.mask import INVALID_DEVICE, MaskReading, read_environment
 from pytest_cudaenv.host.software import installed_software
 
+COLLECTING = ("explain", "matrix")
+"""Commands that run pytest to collect a suite."""
+
 EXIT_OK, EXIT_PROBLEM, EXIT_USAGE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status is 0, 1 where something is wrong with the host or its mask, 2 for usage."""
-    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    # What follows `--` is pytest's: argparse would take it for more of what stands before.
+    place = given.index("--") if "--" in given and given[0] in COLLECTING else len(given)
+    options = _parser().parse_args(given[:place])
+    options.more = given[place + 1 :]
     command: Callable[[argparse.Namespace, Mapping[str, str]], int] = options.command
     status = EXIT_OK
     try:
@@ -50,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--json", action="store_true", help="machine-readable output")
         sub.add_argument("--simulate", metavar="NAME[:COUNT]", help="answer as on that host: h100, h200:2")
         sub.set_defaults(command=command)
+    from pytest_cudaenv.suite_commands import add_parsers
+
+    add_parsers(commands)
     return parser
 
 
