@@ -39,6 +39,7 @@ class Runner:
         self.session = session
         self.held: Grant | None = None
         """The grant that session-scoped device fixtures were built with."""
+        self._needs: dict[tuple[Requirement, tuple[tuple[str, Requirement], ...]], dict[str, Any]] = {}
         self._root: tuple[Any, pytest.FixtureRequest] | None = None
 
     def set_up(self, item: pytest.Item, plan: Plan) -> None:
@@ -82,8 +83,7 @@ class Runner:
     def observe(self, item: pytest.Item, plan: Plan, report: pytest.TestReport, record: dict[str, Any]) -> None:
         """Put on a report what a ledger tells of the test, and whether it only seemed to use its device."""
         if self.session.settings.ledger is not None and report.when == "setup":
-            record["needs"] = needs(plan.requirement)
-            record["sources"] = [{"where": where, "needs": needs(part)} for where, part in plan.sources]
+            record.update(self._told(plan))
         held = item.stash.get(HELD, None)
         if held is None or report.when == "teardown":
             return
@@ -103,6 +103,14 @@ class Runner:
                     f"[{IDLE}] needs to use CUDA, as it asks for a device; have neither an allocation nor a context. "
                     "Let the test compute on its device, or take away its requirement (--cuda-strict)"
                 )
+
+    def _told(self, plan: Plan) -> dict[str, Any]:
+        """What a test needs and who said so, as plain data; many tests need the same."""
+        key = (plan.requirement, plan.sources)
+        if key not in self._needs:
+            sources = [{"where": where, "needs": needs(part)} for where, part in plan.sources]
+            self._needs[key] = {"needs": needs(plan.requirement), "sources": sources}
+        return self._needs[key]
 
     def tear_down(self, item: pytest.Item) -> None:
         """After a test's fixtures: it holds no grant any more."""

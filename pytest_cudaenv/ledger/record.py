@@ -11,7 +11,8 @@ import datetime
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from types import MappingProxyType
+from typing import IO, Any, NamedTuple
 
 from pytest_cudaenv.host.devices import Host
 from pytest_cudaenv.host.mask import VISIBLE_DEVICES, MaskReading
@@ -23,6 +24,9 @@ VERSION = 1
 """Of the format; a reader refuses those that it does not know."""
 
 IDS_PER_LINE = 1000
+
+_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+"""`json.dumps` would make an encoder for each line."""
 
 INTERESTING = (
     "torch", "triton", "transformers", "accelerate", "kernels", "peft", "diffusers", "vllm", "flash-attn",
@@ -204,9 +208,8 @@ class _Test:
             self.outcome = "xpassed"
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a ledger reads of one of pytest's reports."""
+class Report(NamedTuple):
+    """What a ledger reads of one of pytest's reports. A tuple: three of them are made for each test."""
 
     nodeid: str
     when: str
@@ -218,7 +221,7 @@ class Report:
     """The first line of a failure, or the text of a skip."""
     xfail: bool = False
     worker: str | None = None
-    record: Mapping[str, Any] = field(default_factory=dict)
+    record: Mapping[str, Any] = MappingProxyType({})
     """What the plugin has put on the report."""
 
 
@@ -293,7 +296,7 @@ class Ledger:
         if not record.get("needs"):
             return None
         told = {"needs": record["needs"], "sources": record.get("sources", [])}
-        key = json.dumps(told, sort_keys=True)
+        key = repr(told)  # of plain data in one order; JSON takes thrice as long
         number = self._requirements.get(key)
         if number is None:
             number = self._requirements[key] = len(self._requirements)
@@ -302,5 +305,5 @@ class Ledger:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         # One write for each line: who is killed between two leaves whole lines.
-        self._file.write(json.dumps(line, separators=(",", ":"), ensure_ascii=False) + "\n")
+        self._file.write(_encode(line) + "\n")
         self._file.flush()
