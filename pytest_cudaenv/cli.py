@@ -1,4 +1,4 @@
-"""`pytest-cudaenv`: what decides a skip here, what a CUDA process would see, why a test runs, and who can run it."""
+"""`pytest-cudaenv`: what decides a skip here, why a test runs and on which runner, what ran where over all of them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ EXIT_OK, EXIT_PROBLEM, EXIT_USAGE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status is 0, 1 where something is wrong with the host or its mask, 2 for usage."""
+    """Run a command; the exit status is 0, 1 where something is wrong with what it looked at, 2 for usage."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     # What follows `--` is pytest's: argparse would take it for more of what stands before.
     place = given.index("--") if "--" in given and given[0] in COLLECTING else len(given)
-    options = _parser().parse_args(given[:place])
+    options = _parser(given).parse_args(given[:place])
     options.more = given[place + 1 :]
     command: Callable[[argparse.Namespace, Mapping[str, str]], int] = options.command
     status = EXIT_OK
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pytest-cudaenv", description=__doc__)
     parser.add_argument("--version", action="version", version=f"pytest-cudaenv {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -60,6 +60,13 @@ def _parser() -> argparse.ArgumentParser:
     from pytest_cudaenv.suite_commands import add_parsers
 
     add_parsers(commands)
+    text = "judge the ledgers of several runners: what ran where, what never ran anywhere, what drifted"
+    sub = commands.add_parser("merge", help=text, description=text)
+    if "merge" in arguments:  # its modules are its own
+        from pytest_cudaenv.merge_command import add_arguments, merge
+
+        add_arguments(sub)
+        sub.set_defaults(command=merge)
     return parser
 
 
