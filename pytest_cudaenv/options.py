@@ -74,6 +74,15 @@ OPTIONS = (
         default="600",
     ),
     Option(
+        "adopt",
+        "read the needs of tests that were written without this plugin: require_* of transformers and accelerate, and "
+        "conditions and reasons of skipif; repeat for more",
+        "{transformers,accelerate,skipif}",
+        default=(),
+        choices=("transformers", "accelerate", "skipif"),
+        repeated=True,
+    ),
+    Option(
         "default-memory",
         "what device tests without memory= use on each device, 8GB: they share devices instead of taking them whole",
         "SIZE",
@@ -140,6 +149,9 @@ _INI_HELP = {
 RUNNERS = "cuda_runners"
 """The ini key of the profiles that `--cuda-runner` and `pytest-cudaenv matrix` read."""
 
+ADOPT_MARKERS = "cuda_adopt_markers"
+"""The ini key that says what a project's own markers ask for."""
+
 SWITCH = "cuda"
 """The ini key that switches the whole plugin off: `cuda = false`."""
 
@@ -162,6 +174,10 @@ def add_options(parser: pytest.Parser) -> None:
     parser.addini(
         RUNNERS, "profiles of runners, NAME: devices=h100:2 package=peft requires=bf16 cost=8", type="linelist"
     )
+    adopt_markers = (
+        "what the project's own markers ask for, one a line: distributed(num_gpus=n) = requires_cuda(devices=n)"
+    )
+    parser.addini(ADOPT_MARKERS, adopt_markers, type="linelist", default=None)
     parser.addini(SWITCH, "false switches pytest-cudaenv off, whatever else is set", type="bool", default=True)
 
 
@@ -180,6 +196,6 @@ def given(config: pytest.Config, option: Option) -> Any:
 def any_given(config: pytest.Config, environ: Mapping[str, str] | None = None) -> bool:
     """Whether the run was told anything: an option, a variable, or a `cuda_…` ini key. Cheap; validates nothing."""
     environ = os.environ if environ is None else environ
-    return any(
+    return bool(config.getini(ADOPT_MARKERS)) or any(
         given(config, o) is not None or environ.get(o.variable, "").strip() or config.getini(o.dest) for o in OPTIONS
     )

@@ -9,6 +9,7 @@ from typing import NoReturn
 import pytest
 
 from pytest_cudaenv import compat
+from pytest_cudaenv.adopted import ADOPTED, Adopted
 from pytest_cudaenv.cells import PACKAGE, CellParameters, axis_of, backend_names, cell_of
 from pytest_cudaenv.host.devices import CudaDevice
 from pytest_cudaenv.names import FIXTURES, NEEDS_DEVICE, TAKES_DEVICE
@@ -43,7 +44,10 @@ def plan_of(item: pytest.Item) -> Plan | None:
     """
     ours = compat.our_fixtures(item, PACKAGE) & FIXTURES
     marks = [mark for mark in item.iter_markers() if mark.name in MARKERS]
-    if not ours and not marks:
+    adopted = item.stash.get(ADOPTED, Adopted())
+    if adopted.error:
+        raise pytest.Collector.CollectError(f"{item.nodeid}: {adopted.error}")
+    if not ours and not marks and not adopted.sources:
         return None
     sources: list[tuple[str, Requirement]] = []
     known_bad: list[KnownBadCell] = []
@@ -53,6 +57,7 @@ def plan_of(item: pytest.Item) -> Plan | None:
             sources.append((_spelled(mark), declared))
         elif isinstance(declared, KnownBadCell):
             known_bad.append(declared)
+    sources += adopted.sources
     sources += [(f"fixture {name}", Requirement(devices=1)) for name in sorted(ours & NEEDS_DEVICE)]
     sources += [(f"fixture {name}", Requirement(device_if_any=True)) for name in sorted(ours & TAKES_DEVICE)]
     cell = cell_of(item, ours)

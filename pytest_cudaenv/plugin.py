@@ -207,6 +207,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _sessions[-1].bookkeeping.add(report)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    # A module that skips itself; xdist's workers send these to the controller.
+    if _sessions and (record := getattr(report, "cudaenv", None)) is not None:
+        _sessions[-1].reporting.summary.add(report.nodeid, "setup", report.outcome, record)
+
+
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     session = config.stash.get(SESSION, None)
     return session.reporting.header() if session is not None and session.shows_header else []

@@ -9,8 +9,6 @@ host. The originals are back before the first test.
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from typing import Any
 from pytest_cudaenv.host.devices import CudaDevice, Host
 from pytest_cudaenv.host.mask import MaskReading
 from pytest_cudaenv.host.nvml import free_memory
+from pytest_cudaenv.importing import Announcer
 from pytest_cudaenv.requirements.torch_build import RELEASES, release_archs
 
 QUESTIONS = (
@@ -60,7 +59,7 @@ class TorchQuestions:
 
     def __init__(self, facts: Callable[[], tuple[Host, MaskReading]]) -> None:
         self._facts = facts
-        self._finder = _TorchFinder(self._patch)
+        self._finder = Announcer(_MODULES, self._patch)
         self._patched: list[tuple[ModuleType, str, Any, Any]] = []
         self.active = False
         self.log: list[Asked] = []
@@ -237,39 +236,3 @@ def _forget_cached_answers() -> None:
     for value in list(vars(module).values()) if module is not None else []:
         if callable(clear := getattr(value, "cache_clear", None)):
             clear()
-
-
-class _TorchFinder(importlib.abc.MetaPathFinder):
-    """Calls back once torch.cuda has been executed, and finds nothing itself."""
-
-    def __init__(self, imported: Callable[[ModuleType], None]) -> None:
-        self._imported = imported
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _MODULES:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Announcing(spec.loader, self._imported)
-        return spec
-
-
-class _Announcing(importlib.abc.Loader):
-    """A loader that executes a module as the real one does, and then says so."""
-
-    def __init__(self, loader: importlib.abc.Loader, executed: Callable[[ModuleType], None]) -> None:
-        self._loader = loader
-        self._executed = executed
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        # From here on the module's loader is the real one, for whoever asks it for source or data.
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._executed(module)

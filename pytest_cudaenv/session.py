@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_cudaenv.adopted import ADOPTED
 from pytest_cudaenv.environment import Environment
 from pytest_cudaenv.fixtures.cells import DEFAULT_BACKENDS, DEFAULT_DTYPES, CellLists
 from pytest_cudaenv.names import FIXTURES, MARKERS
-from pytest_cudaenv.options import any_given
+from pytest_cudaenv.options import ADOPT_MARKERS, any_given
 
 if TYPE_CHECKING:
+    from pytest_cudaenv.adoption import Adoption
     from pytest_cudaenv.bookkeeping import Bookkeeping
     from pytest_cudaenv.grants.grant import Granter
     from pytest_cudaenv.host.devices import Host
@@ -135,6 +137,15 @@ class CudaSession:
         from pytest_cudaenv.reproduce import Reproducer
 
         return Reproducer(self)
+
+    @cached_property
+    def adoption(self) -> Adoption | None:
+        """Reads tests that were written without this plugin, where the run was told to."""
+        if not any_given(self.config) or not (self.settings.adopt or self.config.getini(ADOPT_MARKERS)):
+            return None
+        from pytest_cudaenv.adoption import Adoption
+
+        return Adoption(self)
 
     @property
     def has_questions(self) -> bool:
@@ -322,6 +333,8 @@ class CudaSession:
             if self.interpreter is None:
                 self._apply_visible()
             self.answer_questions()
+            if self.adoption is not None:
+                self.adoption.install()
 
     def _apply_visible(self) -> None:
         """Narrow the run's mask to `--cuda-visible`, whose indices count what the run could see before."""
@@ -439,11 +452,19 @@ class CudaSession:
         if self.has_questions and self.questions.active and "::" not in report.nodeid:
             self.poison.look(report.nodeid)
         nodes = report.result if report.outcome == "passed" else ()
+        if self.adoption is not None:
+            self.describe_skipped(report)
+            for node in nodes:
+                if isinstance(node, pytest.Item):
+                    self.adoption.read(node)
         if any(isinstance(node, pytest.Item) and may_use_plugin(node) for node in nodes):
             self.planner.check_collected(report)
 
     def plan_items(self, items: list[pytest.Item]) -> None:
         """Work out what each test needs, mark those that need devices, deselect what was not asked for."""
+        if self.adoption is not None:
+            for item in items:
+                self.adoption.read(item)  # again: a conftest's hook may have added a marker of the project's
         if any(may_use_plugin(item) for item in items) or (
             any_given(self.config) and self.settings.unmarked == "grant"
         ):
@@ -452,7 +473,8 @@ class CudaSession:
     def plan_late(self, items: list[pytest.Item]) -> None:
         """Once all hooks have run: marks that one added after `plan_items` (a conftest's `trylast`) count as well."""
         for item in items:
-            if count_marks(item) != item.stash.get(PLANNED_MARKS, 0):
+            changed = self.adoption is not None and self.adoption.read(item)
+            if changed or count_marks(item) != item.stash.get(PLANNED_MARKS, 0):
                 self.planner.plan(item)
         if self.only_collects and self.planned:
             self.planner.forecast(items)
@@ -491,8 +513,36 @@ class CudaSession:
                 record["breach"] = breach
             report.cudaenv = record  # type: ignore[attr-defined]
             self.runner.observe(item, plan, report, record)
+        if self.adoption is not None and report.skipped and not hasattr(report, "wasxfail"):
+            self._explain(item, report)
         if self.unmarked is not None:
             self.unmarked.judge(item, report)
+
+    def _explain(self, item: pytest.Item, report: pytest.TestReport) -> None:
+        """Put on the report of a skip why it skipped, and the suite's own words."""
+        from pytest_cudaenv.adoption import original_text, text_of_skip
+
+        assert self.adoption is not None
+        record: dict[str, Any] = getattr(report, "cudaenv", None) or {"cell": None, "ran_on": None}
+        if record.get("reasons"):  # this plugin skipped it before the suite could
+            text = original_text(item)
+        else:
+            text = text_of_skip(report)
+            record["reasons"] = as_data(self.adoption.why(item, text))
+        if text:
+            record["skip"] = text
+        report.cudaenv = record  # type: ignore[attr-defined]
+
+    def describe_skipped(self, report: pytest.CollectReport) -> None:
+        """Put on the report of a module that skipped itself why it did."""
+        if not report.skipped:
+            return
+        from pytest_cudaenv.adoption import text_of_skip
+        from pytest_cudaenv.ledger.skips import skip_reasons
+
+        text = text_of_skip(report)
+        reasons = as_data(skip_reasons(text, self.unmet))
+        report.cudaenv = {"cell": None, "ran_on": None, "reasons": reasons, "skip": text}  # type: ignore[attr-defined]
 
     def add_waiting(self, nodeid: str, record: dict[str, Any]) -> None:
         """Put on a test's first report how long it waited for its devices; known to the process that leases them."""
@@ -536,6 +586,8 @@ class CudaSession:
         """Undo everything, however the run ended."""
         self.end_isolation()
         self.end_collection()
+        if self.__dict__.get("adoption") is not None:
+            self.__dict__["adoption"].remove()
         if "reporting" in self.__dict__:
             self.reporting.end()
         self.environment.restore()
@@ -549,7 +601,10 @@ def asks_for_device(item: pytest.Item) -> bool:
 
 def may_use_plugin(item: pytest.Item) -> bool:
     """Whether a test carries a name of ours, on a mark or in its fixture closure. Cheap: asked of every test."""
-    return not FIXTURES.isdisjoint(getattr(item, "fixturenames", ())) or count_marks(item) > 0
+    if not FIXTURES.isdisjoint(getattr(item, "fixturenames", ())) or count_marks(item) > 0:
+        return True
+    adopted = item.stash.get(ADOPTED, None)
+    return adopted is not None and bool(adopted.sources or adopted.error)
 
 
 def count_marks(item: pytest.Item) -> int:
@@ -561,7 +616,10 @@ def record_of(plan: Plan, ran_on: str | None, reasons: Sequence[Reason]) -> dict
     """What summaries read of a test, as plain data."""
     record: dict[str, Any] = {"cell": plan.cell.id, "ran_on": ran_on}
     if reasons:
-        record["reasons"] = [
-            {"code": r.code, "need": r.need, "have": r.have, "remedy": r.remedy, "rank": int(r.rank)} for r in reasons
-        ]
+        record["reasons"] = as_data(reasons)
     return record
+
+
+def as_data(reasons: Sequence[Reason]) -> list[dict[str, Any]]:
+    """Reasons as reports carry them."""
+    return [{"code": r.code, "need": r.need, "have": r.have, "remedy": r.remedy, "rank": int(r.rank)} for r in reasons]

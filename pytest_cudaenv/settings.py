@@ -25,6 +25,8 @@ class Settings:
     isolation: str = "session"
     wait: float = 600.0
     """Seconds that a device test waits for other runs; waiting for its own run has no limit."""
+    adopt: tuple[str, ...] = ()
+    """Whose words are read: transformers, accelerate, skipif."""
     default_memory: int | None = None
     """Bytes on each device of tests that declare none; None: they take their devices whole."""
     lease_dir: str | None = None
@@ -59,8 +61,9 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] | None = None) -> 
     provenance: dict[str, str] = {}
     for option in OPTIONS:
         value, origin = _resolve_one(option, config, environ)
-        if option.choices and value not in option.choices:
-            raise pytest.UsageError(f"{option.flag}: {value!r} ({origin}): choose from {', '.join(option.choices)}")
+        for one in (value if option.repeated else (value,)) if option.choices else ():
+            if one not in option.choices:
+                raise pytest.UsageError(f"{option.flag}: {one!r} ({origin}): choose from {', '.join(option.choices)}")
         values[option.name] = tuple(value) if option.repeated else value
         if option.is_switch and not isinstance(value, bool):
             value = values[option.name] = _switch(option, value, origin)
@@ -74,6 +77,7 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] | None = None) -> 
         unmet=values["unmet"],
         unmarked=values["unmarked"],
         isolation=values["isolation"],
+        adopt=tuple(dict.fromkeys(values["adopt"])),
         wait=_seconds(values["wait"]),
         default_memory=_bytes(values["default-memory"]),
         lease_dir=values["lease-dir"],

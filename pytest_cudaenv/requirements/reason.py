@@ -28,6 +28,8 @@ class Rank(IntEnum):
     """Not installed, or in a version that does not do."""
     HARDWARE = 3
     """No such device here, or no code for it."""
+    SUITE = 4
+    """The suite's own choice, which no host changes."""
 
 
 @dataclass(frozen=True)
