@@ -226,7 +226,9 @@ class Adoption:
                 text = data.decode() if b"skip" in data else ""
             except (OSError, UnicodeDecodeError):
                 text = ""
-            self._sources[path] = read_source(text) if text else Source()
+            source = self._sources[path] = read_source(text) if text else Source()
+            for line, what in source.mistakes if self._reads_conditions else ():
+                self.session.warn(f"[adopt-skip] {path}:{line}: {what}")
         return self._sources[path]
 
     # Saying why ------------------------------------------------------------------------------------------------
@@ -247,12 +249,9 @@ class Adoption:
             for skip in skips:
                 if skip.requirement is not None:
                     reasons += self.session.unmet(skip.requirement)
-        reading = read_skip(" ".join(text.split()))
         if not reasons:
             return skip_reasons(text, self.session.unmet)
-        if reading is not None and reading.reason is not None and reading.reason.code == "skip-opt-in":
-            reasons.append(reading.reason)
-        return tuple(dict.fromkeys(reasons))
+        return tuple(dict.fromkeys([*reasons, *asked_for(text)]))
 
 
 @dataclass(frozen=True)
@@ -275,6 +274,14 @@ def original_text(item: pytest.Item) -> str:
         if getattr(owner, _SKIPPING[0], False):
             return str(getattr(owner, _SKIPPING[1], ""))
     return ""
+
+
+def asked_for(text: str) -> tuple[Reason, ...]:
+    """What has to be asked for besides, where the words of a skip say so."""
+    reading = read_skip(" ".join(text.split()))
+    if reading is None or reading.reason is None or reading.reason.code != "skip-opt-in":
+        return ()
+    return (reading.reason,)
 
 
 def _modules(library: str) -> list[tuple[str, Mapping[str, adopt.Rule]]]:

@@ -520,12 +520,13 @@ class CudaSession:
 
     def _explain(self, item: pytest.Item, report: pytest.TestReport) -> None:
         """Put on the report of a skip why it skipped, and the suite's own words."""
-        from pytest_cudaenv.adoption import original_text, text_of_skip
+        from pytest_cudaenv.adoption import asked_for, original_text, text_of_skip
 
         assert self.adoption is not None
         record: dict[str, Any] = getattr(report, "cudaenv", None) or {"cell": None, "ran_on": None}
         if record.get("reasons"):  # this plugin skipped it before the suite could
             text = original_text(item)
+            record["reasons"] += as_data(asked_for(text))
         else:
             text = text_of_skip(report)
             record["reasons"] = as_data(self.adoption.why(item, text))

@@ -9,7 +9,7 @@ needs that part at least.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pytest_cudaenv.requirements.markers import requires_cuda
@@ -229,6 +229,8 @@ class Source:
     """By qualified name."""
     functions: dict[tuple[str, int], tuple[Skip, ...]] = field(default_factory=dict)
     """By name, and the line on which its definition begins, decorators included."""
+    mistakes: tuple[tuple[int, str], ...] = ()
+    """(line, what is wrong there): skips that do not skip, or that hide more than they say."""
 
 
 def read_source(text: str) -> Source:
@@ -244,7 +246,26 @@ def read_source(text: str) -> Source:
             marks = statement.value.elts if isinstance(statement.value, (ast.List, ast.Tuple)) else [statement.value]
             source.module += tuple(skip for mark in marks if (skip := _skip(mark, names)) is not None)
     _collect(tree.body, "", names, source)
+    source.mistakes = tuple(sorted(_mistakes(tree)))
     return source
+
+
+_DECORATORS = {"unittest.skip", "unittest.skipIf", "unittest.skipUnless", "pytest.mark.skip", "pytest.mark.skipif"}
+_SKIPS = {"pytest.skip", "self.skipTest"}
+_EVERYTHING = {"Exception", "BaseException"}
+
+
+def _mistakes(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and dotted(node.value.func) in _DECORATORS:
+            yield node.lineno, f"{dotted(node.value.func)}(…) as a statement skips nothing"
+        if isinstance(node, ast.ExceptHandler) and (node.type is None or dotted(node.type) in _EVERYTHING):
+            calls = [n for statement in node.body for n in ast.walk(statement) if isinstance(n, ast.Call)]
+            if any(dotted(call.func) in _SKIPS for call in calls) and not any(
+                isinstance(n, ast.If) for statement in node.body for n in ast.walk(statement)
+            ):
+                caught = f"except {dotted(node.type)}" if node.type is not None else "except"
+                yield node.lineno, f"{caught}: any defect becomes a skip"
 
 
 def _collect(body: list[ast.stmt], outer: str, names: Mapping[str, ast.expr], source: Source) -> None:

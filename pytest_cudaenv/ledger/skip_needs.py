@@ -166,7 +166,8 @@ _PACKAGES = "|".join(re.escape(name) for name in sorted(DISTRIBUTIONS, key=len, 
 _NOT_PACKAGES = re.compile(
     r"cuda|cudnn|gpus?|devices?|capability|sm|memory|ram|vram|size|python|version|\w*_size|nccl|it|not|this|that|any"
     r"|device_count|num_gpus|ngpus?|which|are|is|be|tests?|and|or|toolkit|driver|necessary|required|latest|correct|same"
-    r"|requires?|needs?|at|least|right|third|party|optional|additional|following|these|those|a|an|the",
+    r"|files?|data|datasets?|models?|checkpoints?|weights|images?|binary|compiler|commands?|executable|kernels?|modules?"
+    r"|paths?|support|features?|extensions?|ops?|library|libraries|packages?|token|tokens|config|requires?|needs?|at|least|right|third|party|optional|additional|following|these|those|a|an|the",
     re.I,
 )
 _OPPOSITE = {"<": ">=", "<=": ">"}

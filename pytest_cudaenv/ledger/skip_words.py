@@ -193,7 +193,8 @@ IS_KNOWN_ISSUE = _words(
     "fix (?:me|this|it)",
     "don't work with",
 )
-IS_OUT_OF_MEMORY = _words("out of memory", "oom", r"(?:not enough|insufficient|low) (?:\w+ )?(?:memory|vram)")
+RAN_OUT = _words("out of memory", "oom")
+IS_OUT_OF_MEMORY = _words(r"(?:not enough|insufficient|low) (?:\w+ )?(?:memory|vram)")
 IS_CPU_ONLY = re.compile(
     r"\bcpu[- ]only\b(?! (?:build|torch|wheel|install))|\bonly (?:\w+ ){0,3}on (?:the )?cpu\b"
     r"|\brequires? (?:only )?(?:a |the )?cpu\b(?! ram| memory)",

@@ -72,6 +72,8 @@ def read_skip(text: str) -> Reading | None:
 
 
 def _need(text: str) -> Reading | None:
+    if words.RAN_OUT.search(text):
+        return Reading(reason=words.MEMORY)  # the number is what was asked for last, and no need
     requirement = needs(text)
     if words.IS_OUT_OF_MEMORY.search(text) and not is_of_host_memory(text):
         return Reading(requirement if requirement is not None and requirement.memory else None, words.MEMORY)

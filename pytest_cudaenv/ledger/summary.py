@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,13 +129,25 @@ class Summary:
         if self.groups:
             errors = f" ({len(self.errors)} of them errors)" if self.errors else ""
             lines.append(f"not run: {self.not_run}{errors}")
-        for text, group in _sorted(self.groups.items()):
+        for text, group in _folded(_sorted(self.groups.items())):
             lines += [f"  {len(group.tests):4} {text}", f"       {group.remedy}"]
         return lines
 
 
 def _sorted(groups: Iterable[tuple[str, Group]]) -> list[tuple[str, Group]]:
     return sorted(groups, key=lambda entry: (entry[1].rank, -len(entry[1].tests), entry[0]))
+
+
+def _folded(groups: Sequence[tuple[str, Group]]) -> list[tuple[str, Group]]:
+    """The groups, without the many kinds of what a suite skips by its own choice and nobody understands."""
+    own = [entry for entry in groups if entry[1].rank == Rank.SUITE]
+    if len(own) <= NAMED:
+        return list(groups)
+    rest = own[NAMED:]
+    tests = {nodeid for _, group in rest for nodeid in group.tests}
+    remedy = "`pytest -rs` and the ledger list them."
+    more = (f"for {len(rest)} more reasons that are the suite's own", Group(remedy, Rank.SUITE, tests))
+    return [entry for entry in groups if entry not in rest] + [more]
 
 
 def _unmarked_lines(tests: Collection[str]) -> list[str]:

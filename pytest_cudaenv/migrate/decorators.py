@@ -14,6 +14,8 @@ from pytest_cudaenv import requires_cuda, requires_package
 from pytest_cudaenv.compat import NamedMark, is_test_callable, not_decorable
 from pytest_cudaenv.decorators import DECORATORS
 
+_NOTHING: Any = object()
+
 Marks = Callable[..., "tuple[pytest.MarkDecorator, ...]"]
 """A decorator's own arguments -> the marks that they stand for."""
 
@@ -32,7 +34,7 @@ class Decorator:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Decorate a test, with further keywords as the libraries allow; or take the arguments first."""
-        target = args[0] if args else kwargs.pop("test_case", inspect.Parameter.empty)
+        target = args[0] if args else kwargs.pop("test_case", _NOTHING)
         if inspect.isclass(target) or is_test_callable(target):
             for mark in self._marks(*self._args, *args[1:], **{**self._kwargs, **kwargs}):
                 target = mark(target)
