@@ -147,10 +147,12 @@ def any_device(text: str) -> Requirement | None:
     return Requirement(devices=1) if re.search(f"{mentioned}|{on_cpu}", text, re.I) else None
 
 
-_SAME = """accelerate apex av bitsandbytes datasets decord deepspeed diffusers einops executorch kernels librosa
-megablocks mistral-common nltk numpy nvfuser onnx onnxruntime optuna pandas peft ray scipy sentencepiece soundfile
-tensorboard tensorrt tiktoken timm tokenizers torch torchao torchaudio torchcodec torchvision transformers triton vllm
-wandb xformers"""
+_SAME = """
+accelerate apex aqlm av bitsandbytes datasets decord deepspeed diffusers eetq einops executorch gptqmodel hqq
+kernels librosa megablocks mistral-common nltk numpy nvfuser onnx onnxruntime optimum optuna pandas peft ray scipy
+sentencepiece soundfile tensorboard tensorrt tiktoken timm tokenizers torch torchao torchaudio torchcodec
+torchvision transformers triton vllm wandb xformers
+"""
 
 DISTRIBUTIONS = {name: name for name in _SAME.split()} | {
     "pytorch": "torch", "flash_attn": "flash-attn", "cv2": "opencv-python", "pil": "pillow", "sklearn": "scikit-learn",
@@ -181,6 +183,10 @@ def packages(text: str) -> Requirement | None:
     asked = re.search(r"requir|need", text, re.I) is not None
     specs = []
     for m in re.finditer(rf"{_NAME}`?\s*(?:version\s*)?(>=|==|<=|<|>)\s*`?v?(\d+(?:\.\d+)*)", text):
+        if m[2] == "==" and not re.search(r"(?:requires?|needs?)\s+$", text[: m.start()], re.I):
+            continue  # "currently (torch==2.5) broken": when, and not what for
+        if "." not in m[3] and m[1].lower() not in DISTRIBUTIONS:
+            continue  # "groups>1": no package that anybody knows
         # "torch < 2.5" without a verb tells what is wrong, not what is wanted.
         specs.append(_spec(m[1], f"{m[2] if asked else _OPPOSITE.get(m[2], m[2])}{m[3]}"))
     newer = r"(?:\+|or (?:newer|higher|later|above|greater))"
@@ -195,9 +201,10 @@ def packages(text: str) -> Requirement | None:
     for m in re.finditer(r"packages?(?:\(s\))? \[([^\]]+)\]", text, re.I):
         specs += [_spec(name) for name in re.findall(r"[\w.-]+", m[1])]
     if not any(specs):
-        known = rf"`?({_PACKAGES})`?(?![\w-])"
-        before = rf"\b(?:requires?|needs?|without|no|missing|lacks?|uses?|install)\s+(?:the\s+)?{known}"
-        after = rf"(?<![\w.-]){known}\s*(?:is|are)?\s*(?:required|needed|missing|unavailable|not available)\b"
+        known = rf"`?({_PACKAGES})`?(?![\w.-])(?!\s+(?:methods?|models?|configs?|adapters?)\b)"
+        before = rf"\b(?:requires?|needs?|without|missing|install)\s+(?:the\s+)?{known}"
+        absent = r"(?:required|needed|missing|unavailable|not available)\b"
+        after = rf"(?<![\w.-]){known}\s*(?:backend|library|package|support)?\s*(?:is|are)?\s*{absent}"
         for pattern in (before, after):
             specs += [_spec(m[1]) for m in re.finditer(pattern, text, re.I)]
     found = tuple(dict.fromkeys(spec for spec in specs if spec))

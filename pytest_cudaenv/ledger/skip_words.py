@@ -94,6 +94,8 @@ def vendor(text: str) -> Reason | None:
     for name, words in _VENDORS:
         if not re.search(rf"\b(?:{words})\b", text, re.I):
             continue
+        if re.search(rf"\bnon[- ]?(?:{words})\b", text, re.I):
+            return vendor_reason(f"non-{name}")
         cannot = r"(?:support\w*|work\w*|implemented|available|compatible|run)?"
         against = (
             rf"\b(?:not|n't|un)\s?(?:\w+ )?{cannot} ?(?:on|for|with|by)"
@@ -143,12 +145,13 @@ _OPT_IN = _words(
 
 def asked_for(text: str) -> Reason | None:
     """A variable or option that switches the test on, whatever it needs then."""
-    return opt_in(text) if _ASKS.search(text) and (_VARIABLE.search(text) or _OPTION.search(text)) else None
+    named = _VARIABLE.search(text) or _OPTION.search(text)
+    return opt_in(text) if named and _ASKS.search(text) else None
 
 
 def opt_in(text: str) -> Reason | None:
     """A test that runs where somebody asks for it."""
-    asked = _VARIABLE.search(text) or _OPTION.search(text)
+    asked = (_VARIABLE.search(text) or _OPTION.search(text)) if _ASKS.search(text) else None
     if not asked and not _OPT_IN.search(text) and not re.match(r"test is (?:an? )?\w+[\w ]* test$", text):
         return None
     need = asked[1] if asked else "RUN_SLOW" if text == "test is slow" else "to be asked for"
@@ -157,15 +160,18 @@ def opt_in(text: str) -> Reason | None:
 
 def system(text: str) -> Reason | None:
     """Another operating system, Python, or more of the host's memory."""
-    if re.search(r"\b(?:windows|mac ?os|darwin|linux|win32|posix)\b", text, re.I):
+    if IS_OF_THE_SYSTEM.search(text):
         return brief("host-os", "needs another operating system", "this one", "Run it on one.")
     if found := re.search(r"\bpython\s*(?:version)?\s*((?:>=|<=|==|<|>)?\s*3\.\d+)", text, re.I):
         return brief("host-python", f"needs Python {found[1]}", "another", "Run it with that Python.")
+    if re.search(r"\bat least \S+ (?:cpus|cpu cores|cores)\b", text, re.I):
+        return brief("host-cpus", "needs more CPU cores", "fewer", "Run it on a runner with as many.")
     if re.search(r"\b(?:cpu|host|system) (?:ram|memory)\b|\bram\b", text, re.I):
         return brief("host-memory", "needs more host memory", "less", "Run it on a runner with more memory.")
     return None
 
 
+IS_OF_THE_SYSTEM = _words("windows", "mac ?os", "darwin", "linux", "win32", "posix")
 IS_KNOWN_ISSUE = _words(
     "flaky",
     "hangs?",
@@ -196,7 +202,8 @@ IS_KNOWN_ISSUE = _words(
 RAN_OUT = _words("out of memory", "oom")
 IS_OUT_OF_MEMORY = _words(r"(?:not enough|insufficient|low) (?:\w+ )?(?:memory|vram)")
 IS_CPU_ONLY = re.compile(
-    r"\bcpu[- ]only\b(?! (?:build|torch|wheel|install))|\bonly (?:\w+ ){0,3}on (?:the )?cpu\b"
+    r"(?<!got )(?<!have )(?<!found )(?<!is )\bcpu[- ]only\b(?! (?:build|torch|wheel|install))"
+    r"|\bonly (?:\w+ ){0,3}on (?:the )?cpu\b"
     r"|\brequires? (?:only )?(?:a |the )?cpu\b(?! ram| memory)",
     re.I,
 )
@@ -205,14 +212,15 @@ IS_OF_THIS_DEVICE = re.compile(
     re.I,
 )
 IS_ONE_DEVICE = re.compile(r"\b(?:exactly|only|single)\b.{0,12}\b(?:gpu|device|accelerator)\b", re.I)
+IS_TOO_MANY = re.compile(r"\bskip\w* (?:on|for|with) multi[- ]?(?:gpu|device|accelerator)", re.I)
 
 _MODEL = (
     r"(?:models?|processors?|tokenizers?|architectures?|submodels?|backbones?|optimizers?|heads?|encoder|decoder"
     r"|testers?|\w+(?:Model|Processor|Tokenizer|Backbone|Config|LM))"
 )
 _CANNOT = (
-    rf"(?:{_NOT}|has no|have no|without|cannot|can't|only supports?|not (?:support|have|use|yet|configured|an? )"
-    r"|unsupported)"
+    rf"(?:{_NOT}|has no|have no|without|cannot|can't|only supports?|only has|supports? only|neither|unsupported"
+    r"|not (?:support|have|use|yet|configured|an? ))"
 )
 _IS_OF_THE_CASE = re.compile(
     rf"\b{_MODEL}\b[^.;]*\b{_CANNOT}|\b{_NOT} (?:support|have|use|accept|count|expose) [^.;]*\b{_MODEL}\b"
@@ -220,7 +228,20 @@ _IS_OF_THE_CASE = re.compile(
     re.I,
 )
 _IS_OF_THE_HOST = _words(
-    "device", "gpu", "cuda", "hardware", "platform", "card", "installed", "cpu", "driver", "runner"
+    "windows",
+    "mac ?os",
+    "linux",
+    "system",
+    "device",
+    "gpu",
+    "cuda",
+    "hardware",
+    "platform",
+    "card",
+    "installed",
+    "cpu",
+    "driver",
+    "runner",
 )
 
 
@@ -281,7 +302,14 @@ LAST: tuple[tuple[re.Pattern[str], Reason], ...] = (
             "unsupported",
             "incompatible",
             "n/a",
-            r"(?:does|do)(?:n't| not) (?:\w+ )?(?:support|apply|have|use|make sense|need)",
+            r"(?:does|do)(?:n't| not) \w+",
+            r"skip(?:ping|ped|s)? .{0,60}\bfor \w+",
+            "because of no",
+            "exempted",
+            "separate test",
+            "(?:is|are) skipped",
+            "no longer exists?",
+            r"only (?:\w+ ){0,2}(?:applicable|supported)",
             "redundant",
             "irrelevant",
             "is (?:set to )?`?(?:false|none)`?$",
@@ -298,6 +326,11 @@ LAST: tuple[tuple[re.Pattern[str], Reason], ...] = (
             r"^no \w+",
             "not configured",
             "not in",
+            "not present",
+            "not enabled for",
+            "should not run",
+            "neither",
+            "already in",
         ),
         NOT_APPLICABLE,
     ),

@@ -66,6 +66,8 @@ def read_skip(text: str) -> Reading | None:
         return Reading(reason=reason)
     if words.IS_CPU_ONLY.search(text):
         return Reading(reason=words.CPU_ONLY)
+    if words.IS_OF_THE_SYSTEM.search(text) and (reason := words.system(text)) is not None:
+        return Reading(reason=reason)
     if words.is_about_the_case(text):
         return Reading(reason=words.NOT_APPLICABLE)
     return _need(text) or _rest(text)
@@ -74,11 +76,13 @@ def read_skip(text: str) -> Reading | None:
 def _need(text: str) -> Reading | None:
     if words.RAN_OUT.search(text):
         return Reading(reason=words.MEMORY)  # the number is what was asked for last, and no need
+    if words.IS_TOO_MANY.search(text):
+        return Reading(reason=words.TOO_MANY)
     requirement = needs(text)
     if words.IS_OUT_OF_MEMORY.search(text) and not is_of_host_memory(text):
         return Reading(requirement if requirement is not None and requirement.memory else None, words.MEMORY)
     if requirement is None:
-        return None
+        return Reading(reason=words.OTHER_DEVICE) if words.IS_OF_THIS_DEVICE.search(text) else None
     fallback = None
     if requirement.devices == 1 and words.IS_ONE_DEVICE.search(text):
         fallback = words.TOO_MANY

@@ -293,7 +293,7 @@ def test_adopted_needs_are_declared_needs(pytester: pytest.Pytester, library: No
     run(*adopted, "-m", "multi_gpu")[0].assert_outcomes(skipped=1, deselected=2)
     run(*adopted, "--cuda-unmet", "fail")[0].assert_outcomes(passed=2, errors=1)
     run(*adopted, "--cuda-unmet", "deselect")[0].assert_outcomes(passed=2, deselected=1)
-    result, _ = run(*adopted, "--collect-only", "-q")
+    result, _ = run(*adopted, "--collect-only")
     result.stdout.fnmatch_lines(["would run: 1 on Tesla T4", "*[[]cuda-devices[]] needs 2 CUDA devices; have 1"])
 
 
