@@ -68,7 +68,7 @@ def _merged(parts: object) -> Requirement | None:
 
 
 def _call(node: ast.Call, names: Mapping[str, ast.expr], depth: int) -> Requirement | None:
-    name = dotted(node.func)
+    name = _called(node, names)
     if _is(name, AVAILABLE) and not node.args:
         return ONE
     if name.endswith("has_device_capability") and len(node.args) == 1:
@@ -136,7 +136,7 @@ def _subject(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0) -> t
     if isinstance(node, ast.IfExp):  # CAPABILITY = get_device_capability() if is_available() else (0, 0)
         return _subject(node.body, names, depth + 1)
     if isinstance(node, ast.Call):
-        name = dotted(node.func)
+        name = _called(node, names)
         if _is(name, COUNT) and not node.args:
             return "count", None
         if _is(name, CAPABILITY) and _first_device(node):
@@ -150,7 +150,7 @@ def _subject(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0) -> t
             return subject, place
     if isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Call, ast.Name)):
         owner = names.get(node.value.id) if isinstance(node.value, ast.Name) else node.value
-        if isinstance(owner, ast.Call) and _is(dotted(owner.func), PROPERTIES) and _first_device(owner):
+        if isinstance(owner, ast.Call) and _is(_called(owner, names), PROPERTIES) and _first_device(owner):
             return {"total_memory": "memory", "major": "major"}.get(node.attr, ""), None
     return "", None
 
@@ -161,7 +161,14 @@ def _first_device(node: ast.Call) -> bool:
 
 
 def _is(name: str, known: tuple[str, ...]) -> bool:
-    return any(name == k or name.endswith(f".{k}") or name == k.rpartition(".")[2] != "is_available" for k in known)
+    return any(name == k or name.endswith(f".{k}") for k in known)
+
+
+def _called(node: ast.Call, names: Mapping[str, ast.expr]) -> str:
+    """The dotted name of what is called, also where it was imported from torch.cuda under another."""
+    if isinstance(node.func, ast.Name) and isinstance(imported := names.get(node.func.id), ast.Attribute):
+        return dotted(imported)
+    return dotted(node.func)
 
 
 def dotted(node: ast.expr) -> str:
@@ -310,6 +317,10 @@ def bound_once(tree: ast.Module) -> dict[str, ast.expr]:
             and isinstance(statement.targets[0], ast.Name)
         ):
             found[statement.targets[0].id] = statement.value
+        elif isinstance(statement, ast.ImportFrom) and statement.module == "torch.cuda":
+            owner = ast.Attribute(ast.Name("torch", ast.Load()), "cuda", ast.Load())
+            for alias in statement.names:
+                found[alias.asname or alias.name] = ast.Attribute(owner, alias.name, ast.Load())
         elif isinstance(statement, ast.FunctionDef) and not statement.args.args and not statement.decorator_list:
             body = [s for s in statement.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
             if len(body) == 1 and isinstance(body[0], ast.Return) and body[0].value is not None:

@@ -303,7 +303,7 @@ LAST: tuple[tuple[re.Pattern[str], Reason], ...] = (
             "incompatible",
             "n/a",
             r"(?:does|do)(?:n't| not) \w+",
-            r"skip(?:ping|ped|s)? .{0,60}\bfor \w+",
+            r"skip(?:ping|ped|s)? .{0,60}\bfor (?!now\b|the (?:moment|time))\w+",
             "because of no",
             "exempted",
             "separate test",

@@ -52,6 +52,7 @@ LEFT_ALONE = [
     "device_count < 2",
     "HAS_SOMETHING",
     "not is_available()",
+    "device_count() < 2",
     "torch.xpu.device_count() < 2",
     "torch.cuda.device_count() < N",
     "1 < torch.cuda.device_count() < 4",
@@ -170,6 +171,17 @@ def test_names_that_a_module_binds_once_are_followed() -> None:
         "test_hopper": Requirement(devices=1, capability=(">=9.0",)),
         "test_gpu": Requirement(devices=1),
     }
+
+
+def test_names_that_are_imported_are_followed() -> None:
+    source = read("""
+        from torch.cuda import device_count as count
+
+        @pytest.mark.skipif(count() < 2, reason="two")
+        def test_two(): pass
+    """)
+    ((skip,),) = source.functions.values()
+    assert skip.requirement == Requirement(devices=2)
 
 
 def test_a_name_that_is_bound_twice_tells_nothing() -> None:
