@@ -152,6 +152,8 @@ class Attempt:
                 # xdist takes reports of the running test only; the text says whose it is.
                 report.longrepr = f"teardown of {report.nodeid}, at the end of its device process:\n{report.longrepr}"
                 report.nodeid = self.item.nodeid
+            if "_subtest.context" not in message["report"]:
+                self.phase = following(self.phase, report)
             self._add(report, is_final=not message["uses_cuda"])
         elif "warning" in message and self.is_published:
             data = message["warning"]
@@ -235,6 +237,13 @@ class Attempt:
                 f"\nit may have held {', '.join(map(str, locks))}: builds wait for that for ever, until it is deleted"
             )
         self.fail(text, is_rerun=self.reruns_left > 0)
+
+
+def following(phase: str, report: pytest.TestReport) -> str:
+    """The phase that a test is in once this has been reported: a death from then on is not the reported phase's."""
+    if report.when != phase or phase == "teardown":
+        return phase
+    return "call" if phase == "setup" and report.outcome == "passed" else "teardown"
 
 
 def stop(source: Source, child: Child) -> bool:

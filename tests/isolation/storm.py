@@ -61,7 +61,7 @@ class Outcome:
     lost: list[str] = field(default_factory=list)
     """Tests without an outcome."""
     twice: list[str] = field(default_factory=list)
-    """Tests with two outcomes. Not counted: what xdist says of a worker's death, and this plugin of one between tests."""
+    """Tests with two outcomes, besides what xdist says of a worker's death and this plugin of one between tests."""
     stuck: list[str] = field(default_factory=list)
     """Devices that cannot be leased."""
     left: set[Process] = field(default_factory=set)

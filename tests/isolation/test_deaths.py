@@ -291,3 +291,26 @@ def test_a_build_that_was_killed_leaves_a_lock(pytester: pytest.Pytester, monkey
     result = pytester.runpytest_subprocess(*SIMULATE, "session")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([f"it may have held {folder}/new/lock, {folder}/py312_cu130/inner/lock: builds wait*"])
+
+
+def test_a_death_between_two_phases_is_not_a_second_outcome_of_the_first(pytester: pytest.Pytester) -> None:
+    """The body has passed and said so: what comes after it is the teardown."""
+    pytester.makeconftest(
+        """
+        import os, pytest
+        @pytest.hookimpl(wrapper=True, tryfirst=True)
+        def pytest_runtest_call(item):
+            if item.name == "test_setup_ends": os._exit(1)
+            return (yield)
+        @pytest.hookimpl(wrapper=True, tryfirst=True)
+        def pytest_runtest_teardown(item):
+            if item.name == "test_call_ends": os._exit(1)
+            return (yield)
+        """
+    )
+    pytester.makepyfile("def test_call_ends(cuda_device): pass\ndef test_setup_ends(cuda_device): pass")
+    result = pytester.runpytest_subprocess("--cuda-simulate", "h100", "--cuda-isolation", "session")
+    result.assert_outcomes(passed=1, errors=1, failed=1)
+    text = result.stdout.str()
+    assert "during teardown" in text
+    assert "during call" in text
