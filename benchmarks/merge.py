@@ -34,12 +34,13 @@ def write_ledgers(folder: Path, tests: int = TESTS, ledgers: int = LEDGERS) -> l
     return files
 
 
-def cost(arguments: Sequence[str]) -> tuple[float, float, int]:
-    """Seconds, peak memory in MB and exit status of a command in a process of its own."""
+def cost(arguments: Sequence[str]) -> tuple[float, float, float, int]:
+    """Seconds, seconds of CPU, peak memory in MB and exit status of a command in a process of its own."""
     started = time.perf_counter()
     process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
-    return time.perf_counter() - started, usage.ru_maxrss / 1000, os.waitstatus_to_exitcode(status)
+    seconds = time.perf_counter() - started
+    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1000, os.waitstatus_to_exitcode(status)
 
 
 def opening(page: Path) -> list[float] | None:
@@ -79,10 +80,11 @@ def main() -> None:
         size = sum(os.path.getsize(file) for file in files) / 1e6
         forms = [part for option, name in FORMS.items() for part in (option, str(folder / name))]
         for name, more in (("to the terminal", []), ("in every form", forms)):
-            seconds, memory, status = cost(["-m", "pytest_cudaenv", "merge", *files, *more])
+            seconds, busy, memory, status = cost(["-m", "pytest_cudaenv", "merge", *files, *more])
             assert status in {0, 1}, f"exit status {status}"
             print(
-                f"merging {LEDGERS} ledgers of {TESTS:,} tests ({size:.0f} MB) {name}: {seconds:.1f} s, {memory:.0f} MB"
+                f"merging {LEDGERS} ledgers of {TESTS:,} tests ({size:.0f} MB) {name}: {seconds:.1f} s, of these "
+                f"{busy:.1f} s on the CPU; {memory:.0f} MB"
             )
         page = folder / FORMS["--html"]
         times = opening(page)

@@ -41,6 +41,15 @@ def test_the_order_of_ledgers_does_not_matter(many: list[list[Line]], chance: ra
     assert text_lines(judge(united(shuffled), today=TODAY)) == text_lines(judge(united(results), today=TODAY))
 
 
+@given(several, st.randoms(use_true_random=False))
+def test_nor_where_they_contradict_each_other(many: list[list[Line]], chance: random.Random) -> None:
+    """Ledgers that say to be of one and the same run, as shards that started in the same second could."""
+    results = separately([[many[0][0], *lines[1:]] for lines in many])
+    shuffled = chance.sample(results, len(results))
+    assert united(shuffled) == united(results)
+    assert united([united(results[:1]), united(results[1:])]) == united(results)
+
+
 @given(several)
 def test_the_same_ledger_again_changes_nothing(many: list[list[Line]]) -> None:
     results = separately(many)
