@@ -436,3 +436,37 @@ def test_in_a_worker_and_its_device_process(pytester: pytest.Pytester, library: 
     _, outcomes = run(*TRANSFORMERS, "--cuda-simulate", "t4", "-n", "1")
     assert outcomes["test_suite.py::test_one"]["ran_on"] == "Tesla T4"
     assert outcomes["test_suite.py::test_two"]["codes"] == ["cuda-devices"]
+
+
+def test_what_runs_nowhere_is_named(pytester: pytest.Pytester, run: Run) -> None:
+    """M1 and M2: a class that every host skips, an empty list of parameters, memory that ran out as a skip."""
+    pytester.makepyfile(
+        test_suite="""
+        import unittest
+        import pytest
+
+        @unittest.skip("until the new kernels are there")
+        class Everything(unittest.TestCase):
+            def test_one(self): pass
+            def test_two(self): pass
+
+        @pytest.mark.parametrize("backend", [])
+        def test_backends(backend): pass
+
+        def test_reference():
+            try:
+                raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+            except RuntimeError as error:
+                if "out of memory" in str(error):
+                    pytest.skip(str(error))
+                raise
+        """
+    )
+    result, outcomes = run("--cuda-adopt", "skipif", "--cuda-simulate", "h100")
+    assert {nodeid.partition("::")[2]: found["codes"] for nodeid, found in outcomes.items()} == {
+        "Everything::test_one": ["skip-always"],
+        "Everything::test_two": ["skip-always"],
+        "test_backends[NOTSET]": ["skip-no-parameters"],
+        "test_reference": ["skip-memory"],
+    }
+    result.stdout.fnmatch_lines(["     2 [[]skip-always[]] needs the suite to stop skipping it; have *"])
