@@ -58,13 +58,14 @@ def read(path: str | os.PathLike[str]) -> Reading:
 
 def read_lines(lines: Iterable[bytes], name: str) -> Reading:
     """The results in a file of that name, line by line, as `read` does."""
-    entries = _Entries(lines)
+    file = _File(lines)
+    entries = file.entries()
     try:
         first = next(entries, None)
         if first is None:
             raise ValueError(
                 "is cut short in its first line: the run told nothing"
-                if entries.torn
+                if file.torn
                 else "is empty: the run ended before its tests were known"
             )
         kind = first.get("kind")
@@ -78,9 +79,9 @@ def read_lines(lines: Iterable[bytes], name: str) -> Reading:
             raise ValueError(f"is of a simulated host ({first['simulated']}): nothing in it ran on such a device")
         results = _Ledger(first, name).read(entries)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise LedgerError(f"{name}: {_described(error, entries.number)}") from None
-    note = f"{name}: its last line is cut short; the {entries.number} lines before it count"
-    return Reading(results, (note,) if entries.torn else ())
+        raise LedgerError(f"{name}: {_described(error, file.number)}") from None
+    note = f"{name}: its last line is cut short; the {file.number} lines before it count"
+    return Reading(results, (note,) if file.torn else ())
 
 
 def _check_version(version: Any, mine: int, what: str) -> None:
@@ -111,16 +112,18 @@ def _decoded(text: str) -> Any:
     return value
 
 
-class _Entries(Iterator[dict[str, Any]]):
-    """The objects of a file of JSON lines. A last line that is not whole ends them and is remembered."""
+class _File:
+    """A file of JSON lines."""
 
     def __init__(self, lines: Iterable[bytes]) -> None:
-        self._lines = iter(lines)
+        self._lines = lines
         self.number = 0
         """Lines that were read and are whole."""
         self.torn = False
+        """Whether its last line is not whole."""
 
-    def __next__(self) -> dict[str, Any]:
+    def entries(self) -> Iterator[dict[str, Any]]:
+        """Its objects; a last line that is not whole is none of them."""
         for line in self._lines:
             if line.isspace():
                 continue
@@ -131,7 +134,7 @@ class _Entries(Iterator[dict[str, Any]]):
                 # Only the last line of a file can lack its end.
                 if is_ours and not line.endswith(b"\n"):
                     self.torn = True
-                    break
+                    return
                 entry = None
             self.number += 1
             if not isinstance(entry, dict):
@@ -140,8 +143,7 @@ class _Entries(Iterator[dict[str, Any]]):
                     if self.number > 1
                     else "is not a ledger: its first line is not an object in JSON"
                 )
-            return entry
-        raise StopIteration
+            yield entry
 
 
 _OUTCOMES = {outcome: outcome for outcome in OUTCOMES}
