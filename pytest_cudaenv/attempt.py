@@ -68,6 +68,9 @@ class Attempt:
         self.stacks = ""
         """Where Python was, if the process, or one that it forked, had reason to write that."""
         self.reports: list[pytest.TestReport] = []
+        self._of_others: list[pytest.TestReport] = []
+        """Those of teardowns that were left from earlier tests."""
+        self._is_explained = False
         self._held = 0
         """How many of the reports, from the end, are not passed on yet."""
         self._began, self._began_at = time.monotonic(), time.time()
@@ -152,6 +155,7 @@ class Attempt:
                 # xdist takes reports of the running test only; the text says whose it is.
                 report.longrepr = f"teardown of {report.nodeid}, at the end of its device process:\n{report.longrepr}"
                 report.nodeid = self.item.nodeid
+                self._of_others.append(report)
             if "_subtest.context" not in message["report"]:
                 self.phase = following(self.phase, report)
             self._add(report, is_final=not message["uses_cuda"])
@@ -174,14 +178,25 @@ class Attempt:
         if self._held or (report.outcome == "failed" and not is_final):
             self._held += 1
         else:
+            self._explain()
             self._publish([report])
+
+    def _explain(self) -> None:
+        """End the first failure, before it is passed on, with where Python was, and the line that reproduces it."""
+        failure = self.failure
+        if failure is None or self._is_explained:
+            return
+        self._is_explained = True
+        if self.remains is not None and not self.stacks:
+            self.stacks = stacks_as_shown(self.remains.read("stacks"))
+        if self.stacks:
+            compat.add_section(failure, "Python stack", self.stacks)
+        if self.mask is not None:
+            self.session.add_line(self.item, failure, self.mask)
 
     def flush(self) -> None:
         """Pass on the reports that were held back."""
-        if self.stacks and self.failure is not None:
-            compat.add_section(self.failure, "Python stack", self.stacks)
-        if self.mask is not None and (failure := self.failure) is not None:
-            self.session.add_line(self.item, failure, self.mask)
+        self._explain()
         held, self._held = self.reports[len(self.reports) - self._held :], 0
         self._publish(held)
 
@@ -191,8 +206,9 @@ class Attempt:
 
     @property
     def failure(self) -> pytest.TestReport | None:
-        """The first report of a failure."""
-        return next((report for report in self.reports if report.outcome == "failed"), None)
+        """The first report of a failure of the test itself."""
+        failures = (report for report in self.reports if report.outcome == "failed")
+        return next((report for report in failures if not any(report is other for other in self._of_others)), None)
 
     @property
     def reruns(self) -> int:

@@ -64,7 +64,9 @@ ALIKE = (
     (r"pytest-\d+/", "pytest-N/"),
     (r"(~ \d+-|< ?|~ )\d+ ?ms", "N ms"),
     (r"\bgw\d\b", "gwN"),
-    (r"--cuda-isolation \w+", "--cuda-isolation LEVEL"),  # in the line that reproduces a failure
+    # In the line that reproduces a failure.
+    (r"--cuda-isolation \w+", "--cuda-isolation LEVEL"),
+    (r"CUDA_(VISIBLE_DEVICES|DEVICE_ORDER)=\S+ ", ""),
     (r'(time|timestamp|hostname)="[^"]*"', r'\1=""'),
     (r"=+$|^=+|-+$|^-+|_+$|^_+", ""),
 )

@@ -255,3 +255,24 @@ def test_what_was_held_from_another_test_is_granted_alone(pytester: pytest.Pytes
     facts = re.findall(r"^E +AssertionError: (FACTS .* ENDED)", result.stdout.str(), re.MULTILINE)
     for line, seen in zip(lines_in(result.stdout.str()), facts, strict=True):
         assert seen in paste(line, pytester.path)
+
+
+def test_a_teardown_that_was_left_from_another_test_has_no_line(pytester: pytest.Pytester) -> None:
+    """It is reported under the next one, whose own failure has its line."""
+    pytester.makepyfile(
+        test_a="""
+        import pytest
+        @pytest.fixture(scope="module")
+        def wide(cuda_device):
+            yield
+            raise RuntimeError("late")
+        def test_a(wide): pass
+        def test_cpu(): pass
+        """,
+        test_b="def test_b(cuda_device): assert 0",
+    )
+    result = pytester.runpytest_subprocess("--cuda-simulate", "h100", "--cuda-isolation", "session")
+    result.assert_outcomes(passed=2, failed=1, errors=1)
+    result.stdout.fnmatch_lines(["*teardown of test_a.py::test_a, at the end of its device process*"])
+    [line] = lines_in(result.stdout.str())
+    assert line.endswith(" test_b.py::test_b")
