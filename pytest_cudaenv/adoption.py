@@ -165,6 +165,8 @@ class Adoption:
 
     def read(self, item: pytest.Item) -> bool:
         """Keep on a test what it needs by others' words; whether that has changed since it was read last."""
+        if not (self._libraries or self._reads_conditions or self._table):
+            return False  # only skips are told
         adopted = self._adopted(item)
         changed = item.stash.get(ADOPTED, Adopted()) != adopted
         item.stash[ADOPTED] = adopted

@@ -140,8 +140,10 @@ class CudaSession:
 
     @cached_property
     def adoption(self) -> Adoption | None:
-        """Reads tests that were written without this plugin, where the run was told to."""
-        if not any_given(self.config) or not (self.settings.adopt or self.config.getini(ADOPT_MARKERS)):
+        """Reads tests that were written without this plugin, where the run was told to; for a ledger, their skips."""
+        if not any_given(self.config):
+            return None
+        if not (self.settings.adopt or self.settings.ledger or self.config.getini(ADOPT_MARKERS)):
             return None
         from pytest_cudaenv.adoption import Adoption
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -470,3 +471,39 @@ def test_what_runs_nowhere_is_named(pytester: pytest.Pytester, run: Run) -> None
         "test_reference": ["skip-memory"],
     }
     result.stdout.fnmatch_lines(["     2 [[]skip-always[]] needs the suite to stop skipping it; have *"])
+
+
+def test_a_ledger_alone_has_every_skip_told(pytester: pytest.Pytester, library: None, run: Run) -> None:
+    """The first step of adoption: nothing is wrapped, no test gets a device, and the reasons are there."""
+    pytester.makepyfile(
+        test_suite="""
+        import pytest
+        import torch.cuda
+        from transformers import testing_utils as hf
+
+        @hf.require_torch_multi_gpu
+        def test_decorated(): pass
+
+        @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="not here")
+        def test_condition(): pass
+
+        def test_words():
+            if torch:
+                pytest.skip("needs H100")
+
+        @hf.require_torch_gpu
+        def test_passes(): pass
+        """
+    )
+    _, outcomes = run("--cuda-ledger", "ledger.json", "--cuda-simulate", "t4")
+    assert {nodeid.rpartition("::")[2]: found["codes"] for nodeid, found in outcomes.items()} == {
+        "test_decorated": ["cuda-devices"],
+        "test_condition": ["cuda-devices"],
+        "test_words": ["cuda-capability"],
+        "test_passes": [],
+    }
+    assert not any(found["ran_on"] for found in outcomes.values())
+    lines = [json.loads(line) for line in pytester.path.joinpath("ledger.json").read_text().splitlines()]
+    told = {line["id"].rpartition("::")[2]: line for line in lines if line["kind"] == "test"}
+    assert [reason["code"] for reason in told["test_words"]["reasons"]] == ["cuda-capability"]
+    assert told["test_words"]["skip"] == "needs H100"
