@@ -98,6 +98,12 @@ def _end_multiprocessing() -> None:
     util._exit_function()
 
 
-def forget_atexit() -> None:
-    """Drop the handlers that a fork has inherited: they are the parent's to run."""
+def forget_inherited() -> None:
+    """Drop the handlers and the workers that a fork has inherited: they are the parent's to run, and to end.
+
+    `_children`, as multiprocessing does in its own forks:
+    https://github.com/python/cpython/blob/v3.13.0/Lib/multiprocessing/process.py (BaseProcess._bootstrap)
+    """
     atexit._clear()
+    if (process := sys.modules.get("multiprocessing.process")) is not None:
+        process._children.clear()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pytest_cudaenv.grants.family import children, relative, tagged
-from pytest_cudaenv.grants.process import adopt_orphans, die_with_parent, forget_atexit, fork, pause_openmp
+from pytest_cudaenv.grants.process import adopt_orphans, die_with_parent, forget_inherited, fork, pause_openmp
 from pytest_cudaenv.grants.source import Child
 from pytest_cudaenv.grants.transport import Channel, Message, channels
 
@@ -54,7 +54,7 @@ class Zygote:
         if pid == 0:
             ours.close()
             try:
-                forget_atexit()
+                forget_inherited()
                 prepare()
                 _Server(theirs, serve, parent).run()
             finally:

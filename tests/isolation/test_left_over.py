@@ -266,3 +266,25 @@ def test_subprocesses_know_who_started_them(pytester: pytest.Pytester) -> None:
     run, process, test = lines["one"].rsplit(":", 2)
     assert (process, test) == ("1", "1")
     assert (lines["wide"], lines["two"], lines["cpu"]) == (f"{run}:1:0", f"{run}:1:2", "")
+
+
+def test_workers_of_the_pytest_process_are_its_own(pytester: pytest.Pytester) -> None:
+    """A fork has their handles too; neither the end of a test nor that of its process ends them."""
+    pytester.makeconftest(
+        """
+        import multiprocessing, time
+        WORKER = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+        WORKER.start()
+        """
+    )
+    pytester.makepyfile(
+        """
+        import multiprocessing, subprocess
+        from conftest import WORKER
+        def test_none_here(cuda_device): assert not multiprocessing.active_children()
+        def test_leaves_one(cuda_device): subprocess.Popen(["sleep", "600"])
+        def test_cpu(): assert WORKER.is_alive()
+        """
+    )
+    result = pytester.runpytest_subprocess(*SIMULATE, "function")
+    result.assert_outcomes(passed=3, warnings=1)
