@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pytest_cudaenv.host.catalog import simulated_host
+from tests.signals import heed_signals
 
 SIMULATE = ("--cuda-simulate", "h100:4")
 
@@ -320,7 +321,13 @@ def test_ctrl_c_tears_down_and_ends(pytester: pytest.Pytester) -> None:
     )
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *SIMULATE, "--cuda-isolation", "session"]
     process = subprocess.Popen(
-        command, cwd=pytester.path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=pytester.path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=heed_signals,
     )
     for _ in range(600):
         if (pytester.path / "started").exists():

@@ -18,6 +18,7 @@ SIMULATE = ("--cuda-simulate", "h100:2", "--cuda-isolation")
 
 START = """
 import multiprocessing, os, pytest, signal, subprocess, sys, time
+from tests.signals import heed_signals
 def note(name, pid):
     with open("started", "a") as file: file.write(f"{name} {pid}\\n")
 def start(name, *words):
@@ -230,7 +231,9 @@ def test_nothing_outlives_the_run(pytester: pytest.Pytester, victim: str, number
     """
     pytester.makepyfile(source(body, START))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *SIMULATE, "session"]
-    process = subprocess.Popen(command, cwd=pytester.path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, cwd=pytester.path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heed_signals
+    )
     until = time.monotonic() + 60
     noted = pytester.path / "started"
     while not (noted.exists() and "ready" in noted.read_text()):

@@ -15,6 +15,7 @@ import jsonschema
 import pytest
 
 import pytest_cudaenv
+from tests.signals import heed_signals
 
 SCHEMA = json.loads((Path(pytest_cudaenv.__file__).parent / "ledger" / "schema.json").read_text())
 
@@ -181,7 +182,9 @@ def test_it_is_written_as_it_goes(pytester: pytest.Pytester, number: signal.Sign
         """
     )
     command = [sys.executable, "-m", "pytest", "--cuda-simulate", "h100", "--cuda-ledger", "ledger.json"]
-    process = subprocess.Popen(command, cwd=pytester.path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, cwd=pytester.path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=heed_signals
+    )
     until = time.monotonic() + 60
     while not (pytester.path / "started").exists():
         assert time.monotonic() < until
