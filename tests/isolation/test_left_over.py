@@ -13,12 +13,12 @@ import pytest
 
 from tests.isolation.test_deaths import fresh, source
 from tests.isolation.test_device_processes import alive
+from tests.signals import heed_signals
 
 SIMULATE = ("--cuda-simulate", "h100:2", "--cuda-isolation")
 
 START = """
 import multiprocessing, os, pytest, signal, subprocess, sys, time
-from tests.signals import heed_signals
 def note(name, pid):
     with open("started", "a") as file: file.write(f"{name} {pid}\\n")
 def start(name, *words):
