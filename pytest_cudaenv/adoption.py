@@ -267,7 +267,7 @@ def text_of_skip(report: pytest.TestReport | pytest.CollectReport) -> str:
     """The words of a report's skip, without pytest's own."""
     longrepr = report.longrepr
     text = str(longrepr[2]) if isinstance(longrepr, tuple) else str(longrepr or "")
-    return text.removeprefix("Skipped: ").strip()
+    return text.removeprefix("Skipped").removeprefix(":").strip()
 
 
 def original_text(item: pytest.Item) -> str:
