@@ -50,7 +50,7 @@ def test_a_run_on_the_cpu_and_one_that_is_simulated(
         "RED: 1 failed somewhere, 2 never ran anywhere, 1 ran on the CPU only (6 tests, 4 ran; 1 run of 1 runner)"
     )
     assert "[cuda-none] needs 2 CUDA devices; have none" in out
-    assert "later" in out
+    assert "[skip-always] needs the suite to stop skipping it" in out
     assert "on CPU: AssertionError" in out
     assert cli.main(["merge", "merged.json", "--expect", "cpu"]) == 1
     assert capsys.readouterr().out == out
