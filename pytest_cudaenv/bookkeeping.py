@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_cudaenv._version import __version__
-from pytest_cudaenv.ledger.contract import Contract, Promise, Runner, read_promise, read_runners
+from pytest_cudaenv.ledger.contract import CODE, Contract, Promise, Runner, read_promise, read_runners
 from pytest_cudaenv.ledger.record import Ledger, Report, run_facts
 from pytest_cudaenv.options import RUNNERS
 
 if TYPE_CHECKING:
     from pytest_cudaenv.session import CudaSession
-
-CODE = "contract"
 
 
 def contract_of(session: CudaSession) -> Contract:
@@ -61,8 +59,6 @@ class Bookkeeping:
         """Tests whose body ran."""
         self.ran_on_cuda = 0
         """Those of them that held a CUDA device."""
-        self.breaches: dict[str, str] = {}
-        """Test -> the promise that its skip would have broken."""
         self.verdict: str | None = None
         """Why the run as a whole fails, where no test of it does."""
 
@@ -132,8 +128,6 @@ class Bookkeeping:
             if report.when == "call" and report.outcome in {"passed", "failed"}:
                 self.ran += 1
                 self.ran_on_cuda += record.get("ran_on") not in {None, "CPU"}
-            if (promise := record.get("breach")) is not None:
-                self.breaches[report.nodeid] = promise
             if self.ledger is not None:
                 self.ledger.add(
                     Report(
@@ -141,7 +135,7 @@ class Bookkeeping:
                         str(report.when),
                         report.outcome,
                         report.duration,
-                        message=None if report.outcome == "passed" else _message(report),
+                        message=_message(report),
                         xfail=hasattr(report, "wasxfail"),
                         worker=getattr(report, "worker_id", None),
                         record=record,

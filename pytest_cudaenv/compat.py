@@ -336,17 +336,22 @@ def uncaptured(config: pytest.Config) -> Iterator[None]:
             manager.resume_global_capture()
 
 
-def collected_id(item: pytest.Item) -> str:
-    """A test's id as it was collected, without the group that xdist appends in workers under `--dist loadgroup`.
+def xdist_group(item: pytest.Item) -> str | None:
+    """The name of the group that a test's `xdist_group` marks put it in; None where it has no such mark.
 
     https://github.com/pytest-dev/pytest-xdist/blob/v3.8.0/src/xdist/remote.py (pytest_collection_modifyitems)
     """
+    marks = item.iter_markers("xdist_group")
+    names = {str(mark.args[0] if mark.args else mark.kwargs.get("name", "default")) for mark in marks}
+    return "_".join(sorted(names)) if names else None
+
+
+def collected_id(item: pytest.Item) -> str:
+    """A test's id as it was collected, without the group that xdist appends in workers under `--dist loadgroup`."""
     if not getattr(item.config.option, "loadgroup", False):
         return item.nodeid
-    names: set[str] = set()
-    for mark in item.iter_markers("xdist_group"):
-        names.add(str(mark.args[0] if mark.args else mark.kwargs.get("name", "default")))
-    return item.nodeid.removesuffix(f"@{'_'.join(sorted(names))}") if names else item.nodeid
+    group = xdist_group(item)
+    return item.nodeid if group is None else item.nodeid.removesuffix(f"@{group}")
 
 
 def allow_choice(manager: pytest.PytestPluginManager, group: str, flag: str, choice: str) -> None:

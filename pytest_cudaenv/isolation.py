@@ -27,20 +27,19 @@ from pytest_cudaenv.grants.lease_table import LeaseTable, inherited
 from pytest_cudaenv.grants.leasing import Demanded, Leasing
 from pytest_cudaenv.grants.lock_folder import LeaseError, lease_directory
 from pytest_cudaenv.grants.own_process import worker_id
-from pytest_cudaenv.grants.process import end, pause_openmp
+from pytest_cudaenv.grants.process import end
 from pytest_cudaenv.grants.remains import Remains
 from pytest_cudaenv.grants.source import Child, Source
 from pytest_cudaenv.grants.transport import Channel, Message
 from pytest_cudaenv.grants.zygote import Zygote
 from pytest_cudaenv.host.mask import DEVICE_ORDER, VISIBLE_DEVICES, write_mask
-from pytest_cudaenv.host.nvml import read_usage
+from pytest_cudaenv.host.nvml import XidWatch, read_usage
 from pytest_cudaenv.interpreter import ELSEWHERE, order
 from pytest_cudaenv.requirements.requirement import Requirement, device_reasons
 from pytest_cudaenv.session import PLAN
 
 if TYPE_CHECKING:
     from pytest_cudaenv.host.devices import CudaDevice
-    from pytest_cudaenv.host.nvml import XidWatch
     from pytest_cudaenv.session import CudaSession
 
 FAIR = 10.0
@@ -89,7 +88,6 @@ class Isolation:
         self.scheduled = "cudaenv_requests" in getattr(pytest_session.config, "workerinput", {})
         """Whether xdist's controller gives tests to workers by what they lease."""
         compat.make_basetemp(pytest_session.config)  # or each device process makes, and clears, one of its own
-        pause_openmp()
         self.is_poisoned = False
         """Device processes are fresh interpreters, as this process cannot be forked."""
         self.source = self._source()
@@ -99,8 +97,6 @@ class Isolation:
         """Once the zygote is there, which must not inherit NVML; None on a simulated host."""
         if self.session.host.simulated is not None:
             return None
-        from pytest_cudaenv.host.nvml import XidWatch
-
         return XidWatch.start(self.session.reading.devices)
 
     def _quote_xids(self, attempt: Attempt) -> None:

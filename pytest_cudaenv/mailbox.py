@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
+from pytest_cudaenv import compat
 from pytest_cudaenv.grants.demand import Demand
 from pytest_cudaenv.grants.scheduling import Work
 from pytest_cudaenv.session import PLAN
@@ -47,9 +48,8 @@ class Group(NamedTuple):
 
 def group_of(item: pytest.Item) -> Group:
     """The group of a test: its module, or the xdist groups that the user put it in."""
-    marks = item.iter_markers("xdist_group")
-    names = {str(mark.args[0] if mark.args else mark.kwargs.get("name", "default")) for mark in marks}
-    return Group("_".join(sorted(names)), True) if names else Group(_module(item.nodeid), False)
+    name = compat.xdist_group(item)
+    return Group(_module(item.nodeid), False) if name is None else Group(name, True)
 
 
 def _module(nodeid: str) -> str:

@@ -18,23 +18,24 @@ class Poison:
 
     def look(self, where: str) -> None:
         """Note what has come up with the import of a file."""
-        if seems_initialised():
-            self._seen.setdefault("CUDA was initialised", where)
-        for thread in fork_hazards():
-            self._seen.setdefault(f"thread {thread} was started", where)
+        for what in _found(seems_initialised()):
+            self._seen.setdefault(what, where)
 
     def why_not_forked(self) -> str | None:
-        """Why this process cannot be forked safely any more; None where it can. Ask once OpenMP is paused."""
-        now = [f"thread {thread} was started" for thread in fork_hazards()]
-        if is_cuda_initialised():
-            now = ["CUDA was initialised", *(what for what in now if OF_CUDA not in what)]
-        if not now:
-            return None
+        """Why this process cannot be forked safely any more; None where it can."""
         by_file: dict[str, list[str]] = {}
-        for what in now:
+        for what in _found(bool(is_cuda_initialised())):
             by_file.setdefault(self._seen.get(what, ""), []).append(what)
         files = ((_listed(found), f" {where}" if where else "") for where, found in by_file.items())
-        return "; ".join(f"{found} while collecting{where}" for found, where in files)
+        return "; ".join(f"{found} while collecting{where}" for found, where in files) or None
+
+
+def _found(is_initialised: bool) -> list[str]:
+    """What makes this process unsafe to fork now, in words; `is_initialised` is CUDA's part."""
+    threads = fork_hazards()
+    if not is_initialised:
+        return [f"thread {thread} was started" for thread in threads]
+    return ["CUDA was initialised", *(f"thread {thread} was started" for thread in threads if thread != OF_CUDA)]
 
 
 def _listed(found: list[str]) -> str:

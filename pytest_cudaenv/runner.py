@@ -151,8 +151,10 @@ class Runner:
         item.stash[REASONS] = reasons
         message = " | ".join(str(reason) for reason in reasons)
         if (promise := self.session.breach(reasons)) is not None:
+            from pytest_cudaenv.ledger.contract import CODE
+
             item.stash[BREACH] = promise.text
-            pytest.fail(f"[contract] {promise.text} is promised: {message}\n{reasons[0].remedy}", pytrace=False)
+            pytest.fail(f"[{CODE}] {promise.text} is promised: {message}\n{reasons[0].remedy}", pytrace=False)
         if any(reason.is_error for reason in reasons):
             pytest.fail(f"{message}\n{reasons[0].remedy}", pytrace=False)
         if self.session.settings.unmet == "fail":

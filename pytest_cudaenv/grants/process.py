@@ -58,7 +58,7 @@ def pause_openmp() -> None:
 
 
 def fork_hazards() -> list[str]:
-    """Threads that make a fork unsafe, by name; empty where it is safe. Ask after `pause_openmp`."""
+    """Threads that make a fork unsafe, by name; empty where it is safe. Those that `pause_openmp` ends are none."""
     names: set[str] = set()
     for comm in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):

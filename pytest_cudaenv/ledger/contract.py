@@ -21,6 +21,8 @@ from pytest_cudaenv.requirements.markers import (
 from pytest_cudaenv.requirements.reason import Reason
 from pytest_cudaenv.requirements.requirement import Requirement
 
+CODE = "contract"
+
 Unmet = Callable[[Requirement], Sequence[Reason]]
 
 GRAMMAR = (
@@ -48,7 +50,7 @@ class Broken:
 
     def __str__(self) -> str:
         r = self.reason
-        return f"[contract] {self.promise.text} is promised: {r.need}; have {r.have} [{r.code}]. {r.remedy}"
+        return f"[{CODE}] {self.promise.text} is promised: {r.need}; have {r.have} [{r.code}]. {r.remedy}"
 
 
 def read_promise(text: str) -> Promise:
@@ -194,25 +196,3 @@ class Contract:
             if kept_from & {(r.code, r.need) for r in unmet(promise.requirement)}:
                 return promise
         return None
-
-    def covering(self, requirement: Requirement) -> Promise | None:
-        """The promise that covers all that a test needs of a host which meets it: no skip of it can be right.
-
-        What a device can do is decided by the devices that were promised; software has to be promised by name.
-        """
-        whole = Requirement()
-        for promise in self.promises:
-            whole = whole.merged(promise.requirement)
-        needs_nothing = not (requirement.devices or any(getattr(requirement, name) for name in _SOFTWARE))
-        if needs_nothing or requirement.devices > whole.devices:
-            return None
-        if any(not set(getattr(requirement, name)) <= set(getattr(whole, name)) for name in _SOFTWARE):
-            return None
-        wanted = {name: set(getattr(requirement, name)) for name in _SOFTWARE}
-        for promise in self.promises:
-            if any(wanted[name] & set(getattr(promise.requirement, name)) for name in _SOFTWARE):
-                return promise
-        return next((p for p in self.promises if p.requirement.devices >= requirement.devices), None)
-
-
-_SOFTWARE = ("attn_backends", "quantization", "packages", "hub_kernels")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from pytest_cudaenv._version import __version__
 from pytest_cudaenv.ledger import merge
+from pytest_cudaenv.ledger.record import VERSION
 from pytest_cudaenv.ledger.results import (
     CPU,
     FAILED,
@@ -22,9 +23,6 @@ from pytest_cudaenv.ledger.results import (
     takes_device,
 )
 from pytest_cudaenv.requirements.reason import Reason
-
-VERSION = 1
-"""Of the ledgers that can be read."""
 
 MERGE, LEDGER = "merge", "run"
 """Kinds of the first line of either."""

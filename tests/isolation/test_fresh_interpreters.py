@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+
+from tests.isolation.test_device_processes import alive
 
 POISON = """
     from concurrent.futures import ThreadPoolExecutor
@@ -250,8 +251,7 @@ def test_it_dies_with_the_pytest_process(pytester: pytest.Pytester) -> None:
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    status = Path(f"/proc/{noted.read_text().strip()}/stat")
-    while status.exists() and status.read_text().split()[2] != "Z":
+    while alive({int(noted.read_text())}):
         assert time.monotonic() < until
         time.sleep(0.05)
 
