@@ -230,7 +230,7 @@ class Attempt:
             keywords=dict.fromkeys(self.item.keywords, 1),
             # pytest-rerunfailures counts what it sees under this name, and fails no run for it.
             outcome="rerun" if is_rerun else "failed",  # type: ignore[arg-type]
-            longrepr=text,
+            longrepr=compat.failure_of(text, self.item.location),
             when=when,  # type: ignore[arg-type]
             sections=sections,
             duration=time.monotonic() - self._began,

@@ -531,14 +531,30 @@ def would_find(config: pytest.Config, path: Path) -> tuple[Path, Path | None] | 
     return rootdir, inipath
 
 
+def failure_of(text: str, location: tuple[str, int | None, str]) -> Any:
+    """What a report shows of a failure without traceback: the whole text; its first line where one line is shown.
+
+    A plain string would be shown whole in the short summary, wherever `CI` is set. `location` is a report's.
+    Sections can be added to it, and it crosses xdist as a traceback does:
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/reports.py (_report_to_json)
+    """
+    from _pytest._code import code
+
+    entry = code.ReprEntryNative([f"{line}\n" for line in text.splitlines()])
+    crash = code.ReprFileLocation(location[0], (location[1] or 0) + 1, text.partition("\n")[0])
+    return code.ReprExceptionInfo(code.ReprTraceback([entry], extraline=None, style="native"), crash)
+
+
 def add_section(report: pytest.TestReport, title: str, text: str) -> None:
     """Add a section to what is shown of a failure: below its traceback, in the terminal as in files of reports.
 
     Not to `report.sections`, of which junitxml takes what was captured only. `addsection`:
     https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/_code/code.py (class ExceptionRepr)
     """
+    if isinstance(report.longrepr, str):
+        report.longrepr = failure_of(report.longrepr, report.location)
     longrepr: Any = report.longrepr
     if hasattr(longrepr, "addsection"):
         longrepr.addsection(title, text)
     else:
-        report.longrepr = f"{report.longreprtext}\n{f' {title} '.center(80, '-')}\n{text}"
+        report.longrepr = Text(f"{report.longreprtext}\n{f' {title} '.center(80, '-')}\n{text}")  # type: ignore[assignment]

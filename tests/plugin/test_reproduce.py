@@ -170,6 +170,21 @@ def test_the_seed_is_in_the_heading(pytester: pytest.Pytester) -> None:
     assert f"SEED {seed} ENDED" in paste(line, pytester.path)
 
 
+@pytest.mark.parametrize("arguments", [(), ("-n", "1")], ids=" ".join)
+def test_a_death_is_one_line_of_the_summary_on_ci(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    """There pytest shortens no message: of a text of many lines it would show them all, again."""
+    monkeypatch.setenv("CI", "true")
+    pytester.makepyfile("import os\ndef test_dies(cuda_device): os._exit(7)")
+    result = pytester.runpytest_subprocess("--cuda-simulate", "h100", "--cuda-isolation", "session", *arguments)
+    result.assert_outcomes(failed=1)
+    summary = result.outlines[result.outlines.index(next(x for x in result.outlines if "test summary" in x)) :]
+    assert len(summary) == 3
+    assert summary[1].endswith("ended with exit status 7 during call")
+    [_] = lines_in(result.stdout.str())
+
+
 def test_a_death_has_its_line(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import os\ndef test_dies(cuda_device): os._exit(7)\ndef test_after(cuda_device): pass")
     result = pytester.runpytest_subprocess("--cuda-simulate", "h100", "--cuda-isolation", "function")
