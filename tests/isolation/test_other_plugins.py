@@ -50,8 +50,7 @@ def test_reruns_survive_a_death(pytester: pytest.Pytester, workers: tuple[str, .
 
 
 @pytest.mark.parametrize("arguments", [("-p", "randomly"), ("-p", "randomly", "-n", "2")], ids=["plain", "xdist"])
-def test_random_order(pytester: pytest.Pytester, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+def test_random_order(pytester: pytest.Pytester, arguments: tuple[str, ...]) -> None:
     pytester.makepyfile(
         test_a="def test_a(cuda_device): ...\ndef test_b(): ...\ndef test_c(cuda_device): ...",
         test_b="def test_a(cuda_device): ...\ndef test_b(): ...\ndef test_c(cuda_device): ...",
@@ -71,7 +70,7 @@ def test_hypothesis(pytester: pytest.Pytester) -> None:
         def test_fails(cuda_device, x): assert x < 5
         """
     )
-    result = pytester.runpytest_subprocess(*SIMULATE)
+    result = pytester.runpytest_subprocess(*SIMULATE, "-p", "hypothesispytest")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*test_fails(*", "*x=5,*"])
 
@@ -167,7 +166,8 @@ def test_html_report_is_the_same(pytester: pytest.Pytester) -> None:
     )
 
     def tests(level: str, *arguments: str) -> object:
-        options = ("--html=report.html", "--self-contained-html", *arguments)
+        plugins = ("-p", "metadata", "-p", "html")
+        options = (*plugins, "--html=report.html", "--self-contained-html", *arguments)
         pytester.runpytest_subprocess("--cuda-simulate", "h100:2", "--cuda-isolation", level, *options)
         text = (pytester.path / "report.html").read_text()
         [blob] = re.findall(r'data-jsonblob="([^"]*)"', text)
@@ -208,7 +208,8 @@ def snapshots(pytester: pytest.Pytester) -> Path:
 
 def snap(pytester: pytest.Pytester, level: str, *arguments: str) -> list[str]:
     """The run's exit status, and the lines of syrupy's summary."""
-    result = pytester.runpytest_subprocess("--cuda-simulate", "h100:2", "--cuda-isolation", level, *arguments)
+    options = ("-p", "syrupy", "--cuda-simulate", "h100:2", "--cuda-isolation", level)
+    result = pytester.runpytest_subprocess(*options, *arguments)
     text = result.outlines
     start = next((n for n, line in enumerate(text) if "snapshot report summary" in line), len(text))
     lines = [line for line in text[start:] if re.match(r"\d+ snapshot|Unused|Re-run|  ", line)]

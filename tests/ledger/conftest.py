@@ -46,10 +46,9 @@ Outcomes = dict[str, dict[str, Any]]
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[pytest.RunResult, Outcomes]]:
     """Runs the suite that stands there with these arguments: the result, and what became of each test."""
-    for name in [n for n in os.environ if n.startswith(("CUDAENV_", "CUDA_", "RUN_", "PYTEST_XDIST"))]:
+    forget_outer_run(monkeypatch)
+    for name in [n for n in os.environ if n.startswith(("RUN_", "PYTEST_XDIST"))]:
         monkeypatch.delenv(name)
-    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:randomly")
     pytester.makepyfile(outcome_collector=COLLECTOR)
     monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=os.pathsep)
 
