@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.inner_runs import forget_outer_run
+
 # Machines of all speeds run this, and examples that fail belong into the tests.
 settings.register_profile("ledger", deadline=None, database=None)
 settings.load_profile("ledger")
