@@ -142,6 +142,9 @@ def _kill(run: subprocess.Popen[bytes], kills: int, chance: random.Random, outco
             continue
         # A worker without its zygote only has errors left to report: it goes next.
         kind = "worker" if orphaned & set(found["worker"]) else chance.choices(list(found), [2, 1, 7])[0]
+        spared = [one for one in found if found[one] and one not in outcome.kills]
+        if spared and 2 * outcome.kills.total() >= kills:
+            kind = spared[0]  # a small storm is to hit all kinds as well
         if not (candidates := [w for w in found[kind] if w in orphaned] or found[kind]):
             continue
         victim = chance.choice(candidates)
