@@ -178,7 +178,7 @@ def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Non
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
     if (session := item.config.stash.get(SESSION, None)) is not None:
-        session.seed(item)
+        session.call(item)
 
 
 @pytest.hookimpl(trylast=True)
@@ -188,10 +188,12 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if (session := item.config.stash.get(SESSION, None)) is not None:
-        session.describe(item, report)
+        session.describe(item, report, call)
         session.note_failure(item, report)
     return report
 

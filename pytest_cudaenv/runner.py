@@ -18,6 +18,7 @@ from pytest_cudaenv import compat
 from pytest_cudaenv.grants.current import Current, enter, leave
 from pytest_cudaenv.grants.grant import Grant
 from pytest_cudaenv.ledger.record import needs
+from pytest_cudaenv.observers import Observers
 from pytest_cudaenv.plan import Plan, expect_failure, matching_bad_cell
 from pytest_cudaenv.requirements.reason import Reason
 from pytest_cudaenv.requirements.requirement import Requirement
@@ -41,6 +42,7 @@ class Runner:
         """The grant that session-scoped device fixtures were built with."""
         self._needs: dict[tuple[Requirement, tuple[tuple[str, Requirement], ...]], dict[str, Any]] = {}
         self._root: tuple[Any, pytest.FixtureRequest] | None = None
+        self.observers = Observers((), strict=session.settings.strict)
 
     def set_up(self, item: pytest.Item, plan: Plan) -> None:
         """Before a test's fixtures: skip it with its reasons, or give it its grant and seed."""
@@ -58,6 +60,13 @@ class Runner:
         if plan.requirement.asks_for_device:
             refuse = functools.partial(self._refuse, item)
             enter(Current(item.nodeid, grant, seed_of(item, self.session_seed), refuse))
+        if plan.is_seeded:
+            self.observers.begin(item, plan, grant)
+
+    def call(self, item: pytest.Item, plan: Plan) -> None:
+        """Before a test's body: fixtures that only the first test of a module sets up have used the numbers since."""
+        self.seed(item, plan)
+        self.observers.call(item)
 
     def seed(self, item: pytest.Item, plan: Plan) -> None:
         """Seed `random`, and NumPy and torch where they are imported, from the id of a device or cell test."""
@@ -80,8 +89,20 @@ class Runner:
                         torch.cuda.reset_peak_memory_stats(index)
         return use_of_cuda()
 
-    def observe(self, item: pytest.Item, plan: Plan, report: pytest.TestReport, record: dict[str, Any]) -> None:
-        """Put on a report what a ledger tells of the test, and whether it only seemed to use its device."""
+    def observe(
+        self,
+        item: pytest.Item,
+        plan: Plan,
+        report: pytest.TestReport,
+        record: dict[str, Any],
+        call: pytest.CallInfo[None],
+    ) -> None:
+        """Put on a report what a ledger tells of the test, and what was found of it."""
+        self._tell(item, plan, report, record)
+        self.observers.note(item, report, record, call)
+
+    def _tell(self, item: pytest.Item, plan: Plan, report: pytest.TestReport, record: dict[str, Any]) -> None:
+        """The same, and whether it only seemed to use its device."""
         if self.session.settings.ledger is not None and report.when == "setup":
             record.update(self._told(plan))
         held = item.stash.get(HELD, None)
@@ -114,6 +135,7 @@ class Runner:
 
     def tear_down(self, item: pytest.Item) -> None:
         """After a test's fixtures: it holds no grant any more."""
+        self.observers.end(item)
         leave(item.nodeid)
 
     def _grant(self, requirement: Requirement) -> Grant:

@@ -497,24 +497,30 @@ class CudaSession:
         if (plan := item.stash.get(PLAN, None)) is not None:
             self.runner.set_up(item, plan)
 
-    def seed(self, item: pytest.Item) -> None:
-        """Before a test's body: fixtures that only the first test of a module sets up have used the numbers since."""
+    def call(self, item: pytest.Item) -> None:
+        """Before a test's body."""
         if (plan := item.stash.get(PLAN, None)) is not None:
-            self.runner.seed(item, plan)
+            self.runner.call(item, plan)
 
     def tear_down(self, item: pytest.Item) -> None:
         """After a test's fixtures."""
         if PLAN in item.stash:
             self.runner.tear_down(item)
 
-    def describe(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        """Put on a report what summaries need: where it ran, or why it did not. Travels from xdist's workers."""
+    def describe(
+        self, item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[None] | None = None
+    ) -> None:
+        """Put on a report what summaries need: where it ran, or why it did not. Travels from xdist's workers.
+
+        Without `call` it is a report that no phase in this process has ended with.
+        """
         if (plan := item.stash.get(PLAN, None)) is not None:
             record = record_of(plan, item.stash.get(RAN_ON, None), item.stash.get(REASONS, ()))
             if (breach := item.stash.get(BREACH, None)) is not None:
                 record["breach"] = breach
             report.cudaenv = record  # type: ignore[attr-defined]
-            self.runner.observe(item, plan, report, record)
+            if call is not None:
+                self.runner.observe(item, plan, report, record, call)
         if self.adoption is not None and report.skipped and not hasattr(report, "wasxfail"):
             self._explain(item, report)
         if self.unmarked is not None:

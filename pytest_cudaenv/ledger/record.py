@@ -194,7 +194,10 @@ class _Test:
             self.outcome, self.message, self.skip = "passed", None, None
             return
         self.worker = report.worker or self.worker
+        found = self.record.get("findings", [])
         self.record.update(report.record)
+        if found and report.record.get("findings"):
+            self.record["findings"] = [*found, *report.record["findings"]]
         self.seconds[report.when] = round(self.seconds.get(report.when, 0.0) + report.seconds, 4)
         if report.outcome == "failed":
             is_error = report.when in {"setup", "teardown"}
@@ -288,6 +291,9 @@ class Ledger:
             "memory": record.get("memory"),
             "attempts": test.attempts if test.attempts > 1 else None,
             "idle": record.get("idle"),
+            "findings": record.get("findings"),
+            "witness": record.get("witness"),
+            "parity": record.get("parity"),
             "breach": record.get("breach"),
             "unmarked": record.get("unmarked"),
             "message": test.message if test.outcome in {"failed", "error"} else None,

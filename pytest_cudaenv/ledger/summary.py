@@ -19,6 +19,15 @@ class Group:
     tests: set[str] = field(default_factory=set)
 
 
+@dataclass
+class Finding:
+    """What was found of some tests: the words for the first of them."""
+
+    text: str
+    remedy: str
+    tests: set[str] = field(default_factory=set)
+
+
 NAMED = 10
 """Tests that a summary names, of many that have the same in common."""
 
@@ -82,6 +91,8 @@ class Summary:
     """Tests that declare no device and used CUDA."""
     idle: set[str] = field(default_factory=set)
     """Tests that asked for a device and passed without using CUDA."""
+    findings: dict[str, Finding] = field(default_factory=dict)
+    """Code -> what was found of tests, even of those that passed."""
     breaches: dict[str, set[str]] = field(default_factory=dict)
     """What the runner promised -> the tests that did not run all the same."""
 
@@ -93,6 +104,8 @@ class Summary:
             self.unmarked.add(nodeid)
         if record.get("idle"):
             self.idle.add(nodeid)
+        for data in record.get("findings", ()):
+            self.findings.setdefault(data["code"], Finding(data["text"], data["remedy"])).tests.add(nodeid)
         if (promise := record.get("breach")) is not None:
             self.breaches.setdefault(promise, set()).add(nodeid)
         if (waited := record.get("waited")) is not None:
@@ -124,6 +137,9 @@ class Summary:
         if self.idle:
             remedy = "Let them compute on their device, or take away the requirement; --cuda-strict fails them."
             lines += [f"passed without using CUDA: {len(self.idle)}", f"       {_named(self.idle)}", f"       {remedy}"]
+        for code, finding in sorted(self.findings.items()):
+            lines += [f"[{code}] {len(finding.tests)}: {finding.text}", f"       {_named(finding.tests)}"]
+            lines += [f"       {finding.remedy}"]
         if self.unmarked:
             lines += _unmarked_lines(self.unmarked)
         if self.groups:

@@ -1,0 +1,79 @@
+"""Observers: each watches every device and cell test for one thing, from its grant to the end of its fixtures."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_cudaenv import compat
+from pytest_cudaenv.verdict.finding import Finding
+
+if TYPE_CHECKING:
+    from pytest_cudaenv.grants.grant import Grant
+    from pytest_cudaenv.plan import Plan
+
+
+class Observer(ABC):
+    """Watches for one thing. Without torch imported it does nothing, and it never imports it."""
+
+    def begin(self, item: pytest.Item, plan: Plan, grant: Grant) -> None:  # noqa: B027
+        """The test has its grant and seed; its fixtures are next."""
+
+    def call(self, item: pytest.Item) -> None:  # noqa: B027
+        """The test's fixtures are there; its body is next."""
+
+    @abstractmethod
+    def note(
+        self, item: pytest.Item, report: pytest.TestReport, record: dict[str, Any], call: pytest.CallInfo[None]
+    ) -> Iterable[Finding]:
+        """A phase of the test has ended: what was found, and what its ledger is to tell, into `record`.
+
+        The teardown's comes after `end`.
+        """
+
+    def end(self, item: pytest.Item) -> None:  # noqa: B027
+        """The test's own fixtures are gone."""
+
+
+class Observers:
+    """All of them, for one run."""
+
+    def __init__(self, observers: Sequence[Observer], *, strict: bool) -> None:
+        self.observers = tuple(observers)
+        self.strict = strict
+        self._watched: pytest.Item | None = None
+
+    def begin(self, item: pytest.Item, plan: Plan, grant: Grant) -> None:
+        """See `Observer`; so are the others."""
+        self._watched = item
+        for observer in self.observers:
+            observer.begin(item, plan, grant)
+
+    def call(self, item: pytest.Item) -> None:
+        for observer in self.observers if self._watched is item else ():
+            observer.call(item)
+
+    def end(self, item: pytest.Item) -> None:
+        for observer in reversed(self.observers) if self._watched is item else ():
+            observer.end(item)
+
+    def note(
+        self, item: pytest.Item, report: pytest.TestReport, record: dict[str, Any], call: pytest.CallInfo[None]
+    ) -> None:
+        """Put what was found on a report, and fail it where it must not pass."""
+        if self._watched is not item:
+            return
+        found = [f for observer in self.observers for f in observer.note(item, report, record, call)]
+        if report.when == "teardown":
+            self._watched = None
+        if not found:
+            return
+        record["findings"] = [finding.as_data() for finding in found]
+        fatal = [finding for finding in found if finding.is_failure or self.strict]
+        if fatal and report.outcome == "passed" and not hasattr(report, "wasxfail"):
+            told = (f"{finding}{'' if finding.is_failure else ' (--cuda-strict)'}" for finding in fatal)
+            report.outcome = "failed"
+            report.longrepr = compat.failure_of("\n".join(told), report.location)
