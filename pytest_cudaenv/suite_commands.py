@@ -18,10 +18,12 @@ from pytest_cudaenv.host.devices import Host
 from pytest_cudaenv.host.mask import MaskReading, read_mask
 from pytest_cudaenv.host.software import installed_software
 from pytest_cudaenv.ledger.contract import Runner, read_runners
-from pytest_cudaenv.ledger.durations import Durations, DurationsError
+from pytest_cudaenv.ledger.durations import Durations
 from pytest_cudaenv.ledger.explain import explain as explain_test
 from pytest_cudaenv.ledger.header import header_lines
 from pytest_cudaenv.ledger.matrix import Job, Matrix, NoRunner, matrix_of
+from pytest_cudaenv.ledger.read import LedgerError, read
+from pytest_cudaenv.ledger.results import united
 from pytest_cudaenv.ledger.runners import RunnerHost
 from pytest_cudaenv.ledger.suite import Suite, SuiteTest
 from pytest_cudaenv.requirements.attention_backends import with_backends
@@ -61,7 +63,11 @@ def add_parsers(commands: Any) -> None:
     sub.add_argument("--runner", metavar="NAME", action="append", help="use only this profile; repeat for more")
     sub.add_argument("--jobs", metavar="DIR", default="jobs", help="where the lists of tests go (default: jobs)")
     sub.add_argument(
-        "--durations", metavar="LEDGER", action="append", default=[], help="ledger with durations; repeat for more"
+        "--durations",
+        metavar="LEDGER",
+        action="append",
+        default=[],
+        help="ledger, or --json of a merge, with durations; repeat for more",
     )
     sub.add_argument(
         "--default-seconds",
@@ -209,13 +215,11 @@ def matrix(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 def _durations(options: argparse.Namespace) -> Durations:
     durations = Durations(options.default_seconds)
-    for path in options.durations:
-        try:
-            with open(path, encoding="utf-8") as file:
-                durations.add(file)
-        except (OSError, UnicodeDecodeError, DurationsError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            raise UsageError(f"--durations {path}: {why}") from None
+    try:
+        # A run that several files tell of is counted once.
+        durations.add(united(read(path).results for path in options.durations))
+    except LedgerError as error:
+        raise UsageError(f"--durations {error}") from None
     return durations
 
 

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from pytest_cudaenv.ledger.record import VERSION
-
-RAN = frozenset({"passed", "failed", "error", "xfailed", "xpassed"})
+from pytest_cudaenv.ledger.results import Results
 
 UNKNOWN_SECONDS = 1.0
 """Of a test, where no ledger tells of any."""
-
-
-class DurationsError(ValueError):
-    """What was read is no ledger whose times mean anything."""
 
 
 @dataclass
@@ -29,28 +21,15 @@ class Durations:
     """(id, name of a runner, kind of a device, or nothing) -> what was measured."""
     _median: float | None = None
 
-    def add(self, lines: Iterable[str]) -> None:
-        """Take in a ledger, up to its last whole line. Raises DurationsError."""
+    def add(self, results: Results) -> None:
+        """Take in what ledgers say; of tests that did not run they tell no time."""
         self._median = None
-        runner: str | None = None
-        for number, line in enumerate(lines, start=1):
-            try:
-                data = json.loads(line)
-                kind = data["kind"]
-            except (ValueError, KeyError, TypeError):
-                if number == 1:
-                    raise DurationsError("it is no ledger") from None
-                continue  # cut short while it was written
-            if number == 1:
-                if kind != "run" or data.get("ledger") != VERSION:
-                    raise DurationsError(f"it is no ledger of version {VERSION}")
-                if data.get("simulated"):
-                    raise DurationsError(f"it is of a simulated {data['simulated']}: its times are no device's")
-                runner = data.get("runner")
-            elif kind == "test" and data.get("outcome") in RAN:
-                seconds = float(sum(data.get("seconds", {}).values()))
-                for where in {runner, data.get("ran_on"), ""} - {None}:
-                    self._seconds.setdefault((data["id"], where), []).append(seconds)
+        for nodeid, by_run in results.tests.items():
+            for key, result in by_run.items():
+                if result.kind is None or result.seconds is None:
+                    continue
+                for where in {results.runs[key].runner, result.kind, ""}:
+                    self._seconds.setdefault((nodeid, where), []).append(result.seconds)
 
     def seconds(self, nodeid: str, runner: str, kind: str) -> float:
         """The mean of the most telling measurements of a test."""

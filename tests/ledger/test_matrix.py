@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from pytest_cudaenv.host.software import Software, TorchBuild
 from pytest_cudaenv.ledger.contract import Runner, read_runners
-from pytest_cudaenv.ledger.durations import UNKNOWN_SECONDS, Durations, DurationsError
+from pytest_cudaenv.ledger.durations import UNKNOWN_SECONDS, Durations
 from pytest_cudaenv.ledger.matrix import Matrix, cheapest, matrix_of, nearest
+from pytest_cudaenv.ledger.read import read_lines
+from pytest_cudaenv.ledger.results import Results
 from pytest_cudaenv.ledger.runners import RunnerHost
 from pytest_cudaenv.ledger.suite import SuiteTest
 from pytest_cudaenv.requirements.markers import (
@@ -253,16 +255,19 @@ def test_no_runner_is_no_matrix() -> None:
 # Durations -------------------------------------------------------------------------------------------------------
 
 
-def ledger(*tests: dict[str, object], **run: object) -> list[str]:
-    head = {"kind": "run", "ledger": 1, **run}
-    return [json.dumps(line) for line in (head, *({"kind": "test", "outcome": "passed", **test} for test in tests))]
+def results(*tests: dict[str, object], runner: str | None = None) -> Results:
+    host = {"devices": [], "visible": []}
+    head: dict[str, object] = {"kind": "run", "ledger": 1, "plugin": "1", "started": "2026-01-01", "host": host}
+    head |= {"software": {"python": "3", "pytest": "9", "distributions": {}}} | ({"runner": runner} if runner else {})
+    lines = [head, *({"kind": "test", "outcome": "passed", "ran_on": "CPU", **test} for test in tests)]
+    return read_lines([json.dumps(line).encode() + b"\n" for line in lines], "ledger.json").results
 
 
 def test_the_most_telling_measurement_counts() -> None:
     durations = Durations()
-    durations.add(ledger({"id": "a", "ran_on": "CPU", "seconds": {"setup": 1, "call": 7.5}}, runner="cpu"))
-    durations.add(ledger({"id": "a", "ran_on": "NVIDIA H200", "seconds": {"call": 2}}, runner="h200"))
-    durations.add(ledger({"id": "a", "ran_on": "NVIDIA H200", "seconds": {"call": 4}}, runner="h200x2"))
+    durations.add(results({"id": "a", "seconds": {"setup": 1, "call": 7.5}}, runner="cpu"))
+    durations.add(results({"id": "a", "ran_on": "NVIDIA H200", "seconds": {"call": 2}}, runner="h200"))
+    durations.add(results({"id": "a", "ran_on": "NVIDIA H200", "seconds": {"call": 4}}, runner="h200x2"))
     assert durations.seconds("a", "h200x2", "NVIDIA H200") == 4
     assert durations.seconds("a", "new", "NVIDIA H200") == 3
     assert durations.seconds("a", "cpu", "CPU") == 8.5
@@ -274,31 +279,9 @@ def test_what_is_not_known_takes_the_median_and_skips_tell_nothing() -> None:
     assert Durations().seconds("x", "r", "CPU") == UNKNOWN_SECONDS
     durations = Durations()
     for number, seconds in enumerate((1, 2, 30)):
-        durations.add(ledger({"id": f"t{number}", "seconds": {"call": seconds}}))
-    durations.add(ledger({"id": "s", "outcome": "skipped", "seconds": {"setup": 0}}))
+        durations.add(results({"id": f"t{number}", "seconds": {"call": seconds}}))
+    durations.add(results({"id": "s", "outcome": "skipped", "ran_on": None, "seconds": {"setup": 0}}))
     assert durations.seconds("s", "r", "CPU") == 2
-    durations.add(ledger({"id": "t4", "seconds": {"call": 40}}))
+    durations.add(results({"id": "t4", "seconds": {"call": 40}}))
     assert durations.seconds("s", "r", "CPU") == 16
     assert Durations(default=9.0).seconds("x", "r", "CPU") == 9.0
-
-
-def test_a_ledger_that_was_cut_short_is_good_up_to_its_last_whole_line() -> None:
-    lines = ledger({"id": "a", "seconds": {"call": 2}}, {"id": "b", "seconds": {"call": 3}})
-    durations = Durations()
-    durations.add([*lines[:-1], lines[-1][:20]])
-    assert (durations.knows("a"), durations.knows("b")) == (True, False)
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (["nothing"], "no ledger"),
-        (["[]"], "no ledger"),
-        (['{"kind":"test"}'], "no ledger of version 1"),
-        (ledger(ledger=2), "no ledger of version 1"),
-        (ledger(simulated="h100:2"), "simulated h100:2"),
-    ],
-)
-def test_times_that_mean_nothing_are_refused(lines: list[str], message: str) -> None:
-    with pytest.raises(DurationsError, match=message):
-        Durations().add(lines)

@@ -343,12 +343,24 @@ def test_matrix_for_gitlab(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_matrix_is_balanced_by_ledgers(pytester: pytest.Pytester, capfd: pytest.CaptureFixture[str]) -> None:
     ledger = pytester.path / "cpu.json"
-    head = {"kind": "run", "ledger": 1, "runner": "cpu"}
-    slow = {"kind": "test", "id": "tests/test_plain.py::test_cpu", "outcome": "passed", "seconds": {"call": 600}}
+    head = {"kind": "run", "ledger": 1, "runner": "cpu", "started": "2026-01-01", "plugin": "1"}
+    head |= {"host": {"devices": [], "visible": []}, "software": {"distributions": {}}}
+    slow = {
+        "kind": "test",
+        "ran_on": "CPU",
+        "id": "tests/test_plain.py::test_cpu",
+        "outcome": "passed",
+        "seconds": {"call": 600},
+    }
     ledger.write_text("".join(json.dumps(line) + "\n" for line in (head, slow)))
     options = ("--durations", "cpu.json", "--default-seconds", "60", "--max-minutes", "10", "--runner", "cpu")
     status, out, _ = call(capfd, "matrix", "tests/test_plain.py", *options)
     assert status == 0
+    # A merge's document tells the same, and a run that both tell of is counted once.
+    assert call(capfd, "merge", "cpu.json", "--json", "merged.json")[0] in {0, 1}
+    again = ("--durations", "merged.json", *options[2:])
+    assert call(capfd, "matrix", "tests/test_plain.py", *again)[:2] == (0, out)
+    assert call(capfd, "matrix", "tests/test_plain.py", *again, *options[:2])[:2] == (0, out)
     assert [line.split() for line in out.splitlines()] == [
         ["cpu-1", "1", "tests", "10.0", "min", "cost", "1.00"],
         ["cpu-2", "10", "tests", "10.0", "min", "cost", "1.00"],
@@ -381,8 +393,8 @@ def test_matrix_tells_of_what_nobody_knows_and_of_cells_that_no_device_runs(
         (("--runner", "x"), "--runner: 'x': choose from cpu, h100, h100x2"),
         (("--shards", "x=2"), "--shards x=2: choose from cpu, h100, h100x2"),
         (("--shards", "cpu=0"), "--shards cpu=0: write RUNNER=N"),
-        (("--durations", "nothing.json"), "--durations nothing.json: No such file"),
-        (("--durations", "tests/test_gpu.py"), "--durations tests/test_gpu.py: it is no ledger"),
+        (("--durations", "nothing.json"), "--durations nothing.json: cannot be read: No such file"),
+        (("--durations", "tests/test_gpu.py"), "--durations tests/test_gpu.py: "),
         (("--github-output",), "GITHUB_OUTPUT is not set"),
         (("--jobs", "tests/test_gpu.py"), "--jobs tests/test_gpu.py: "),
         (("--", "-o", "cuda_runners="), "cuda_runners has no profile"),
