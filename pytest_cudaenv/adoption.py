@@ -24,6 +24,7 @@ from pytest_cudaenv import compat
 from pytest_cudaenv.adopted import ADOPTED, Adopted
 from pytest_cudaenv.importing import Announcer
 from pytest_cudaenv.ledger import adopt
+from pytest_cudaenv.ledger.claims import claimed
 from pytest_cudaenv.ledger.conditions import Skip, Source, read_condition, read_source
 from pytest_cudaenv.ledger.marker_table import MarkerTableError, parse_table
 from pytest_cudaenv.ledger.skip_words import ALWAYS
@@ -53,6 +54,8 @@ class Trace:
     """Its condition held here, or a grant makes it hold."""
     on_cuda: bool
     """Its library computes on CUDA here: what it let through asks for devices of this plugin."""
+    words: str = ""
+    """Its skip's."""
 
 
 class Adoption:
@@ -144,7 +147,8 @@ class Adoption:
         if _is_lost(target, result):
             self._warn(use.name, f"returned {result!r} in place of {target.__qualname__}, which does not run")
             return result
-        _leave(result, Trace(use.spelled, use.known, held, accelerator == "cuda"))
+        words = "" if held else str(getattr(result, _SKIPPING[1], ""))
+        _leave(result, Trace(use.spelled, use.known, held, accelerator == "cuda", words))
         return result
 
     def _grants_fewer(self, known: adopt.Known) -> bool:
@@ -254,6 +258,26 @@ class Adoption:
         if not reasons:
             return skip_reasons(text, self.session.unmet)
         return tuple(dict.fromkeys([*reasons, *asked_for(text)]))
+
+    def claims(self, item: pytest.Item, text: str) -> tuple[Requirement, ...]:
+        """What a skip that is not this plugin's claims to lack, each of which would do; empty where any of it is in
+        doubt, or it skips for something else as well."""
+        refused = [trace for trace in item.stash.get(ADOPTED, Adopted()).traces if not trace.held]
+        claims = [None if t.known.reason or t.known.at_most is not None else t.known.needs for t in refused]
+        if text not in {trace.words for trace in refused}:
+            claims.append(self._claim(item, text))
+        told = tuple(claim for claim in claims if claim is not None)
+        return told if len(told) == len(claims) else ()
+
+    def _claim(self, item: pytest.Item, text: str) -> Requirement | None:
+        """By the condition that these words stand beside, else by the words."""
+        by_condition = [skip for skip in self._skips(item) if skip.reason == text and not skip.always]
+        if by_condition and all(skip.is_whole for skip in by_condition) and not _other_hardware():
+            merged = Requirement()
+            for skip in by_condition:
+                merged = merged.merged(skip.requirement or Requirement())
+            return merged
+        return claimed(text)
 
 
 @dataclass(frozen=True)

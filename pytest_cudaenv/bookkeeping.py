@@ -55,6 +55,8 @@ class Bookkeeping:
         self._held: dict[str, list[pytest.TestReport]] = {}
         """Of tests whose last report is still to come."""
         self._deselected: list[tuple[str, dict[str, Any]]] = []
+        self._refused: dict[str, dict[str, Any]] = {}
+        """Modules that skipped themselves for something promised."""
         self.ran = 0
         """Tests whose body ran."""
         self.ran_on_cuda = 0
@@ -106,7 +108,9 @@ class Bookkeeping:
             )
             self.ledger = Ledger(self._path.open("w", encoding="utf-8"), run)
             for nodeid, record in self._deselected:
-                self.ledger.deselect(nodeid, record)
+                self.ledger.unrun(nodeid, "deselected", record)
+            for nodeid, record in self._refused.items():
+                self.ledger.unrun(nodeid, "error", record)
         self.ledger.collected(ids)
 
     def start_once(self, ids: Sequence[str]) -> None:
@@ -125,7 +129,7 @@ class Bookkeeping:
     def _take_in(self, reports: Sequence[pytest.TestReport]) -> None:
         for report in reports:
             record: dict[str, Any] = getattr(report, "cudaenv", None) or {}
-            if report.when == "call" and report.outcome in {"passed", "failed"}:
+            if report.when == "call" and report.outcome in {"passed", "failed"} and "breach" not in record:
                 self.ran += 1
                 self.ran_on_cuda += record.get("ran_on") not in {None, "CPU"}
             if self.ledger is not None:
@@ -146,6 +150,13 @@ class Bookkeeping:
         """A test that was left out because its needs are not met."""
         self._deselected.append((nodeid, record))
 
+    def refuse(self, nodeid: str, record: dict[str, Any]) -> None:
+        """A module that skipped itself for something promised: the run goes on, and fails."""
+        if nodeid not in self._refused:
+            self._refused[nodeid] = record
+            if self.ledger is not None:
+                self.ledger.unrun(nodeid, "error", record)
+
     def end(self, status: int) -> int:
         """After the last test: the exit status that the contract leaves of pytest's own."""
         for reports in self._held.values():
@@ -159,6 +170,11 @@ class Bookkeeping:
                     f"[{CODE}] needs {contract.min_ran} tests that ran on a CUDA device (--cuda-min-ran); "
                     f"have {self.ran_on_cuda}"
                 )
+            elif self._refused:
+                count = len(self._refused)
+                modules = f"{count} module{'s' if count > 1 else ''}"
+                names = ", ".join(self._refused)
+                self.verdict = f"[{CODE}] needs what was promised to run; have {modules} that skipped for it: {names}"
             elif not self.ran:
                 self.verdict = f"[{CODE}] needs a test that ran; have none: a run that tests nothing is no success"
         if self.verdict is not None:

@@ -214,6 +214,8 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
     # A module that skips itself; xdist's workers send these to the controller.
     if _sessions and (record := getattr(report, "cudaenv", None)) is not None:
         _sessions[-1].reporting.summary.add(report.nodeid, "setup", report.outcome, record)
+        if "breach" in record and _sessions[-1].keeps_books:
+            _sessions[-1].bookkeeping.refuse(report.nodeid, record)
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:

@@ -140,10 +140,13 @@ class CudaSession:
 
     @cached_property
     def adoption(self) -> Adoption | None:
-        """Reads tests that were written without this plugin, where the run was told to; for a ledger, their skips."""
+        """Reads tests that were written without this plugin, where the run was told to; their skips, for a ledger or
+        a contract."""
         if not any_given(self.config):
             return None
-        if not (self.settings.adopt or self.settings.ledger or self.config.getini(ADOPT_MARKERS)):
+        settings = self.settings
+        is_accounted = settings.ledger or settings.require or settings.runner
+        if not (settings.adopt or is_accounted or self.config.getini(ADOPT_MARKERS)):
             return None
         from pytest_cudaenv.adoption import Adoption
 
@@ -313,6 +316,14 @@ class CudaSession:
         if not (self.settings.require or self.settings.runner):
             return None
         return self.contract.breach(reasons, lambda requirement: self.unmet(requirement, trying=True))
+
+    def denied(self, claims: Sequence[Requirement]) -> str | None:
+        """The promises that a skip of the suite's own denies, whose every claim is about something promised."""
+        if not claims or not (self.settings.require or self.settings.runner):
+            return None
+        denied = [self.contract.denied(claim, lambda need: self.unmet(need, trying=True)) for claim in claims]
+        told = [text for text in denied if text is not None]
+        return " and ".join(dict.fromkeys(told)) if len(told) == len(denied) else None
 
     def is_device_test(self, item: pytest.Item) -> bool:
         """Whether a test asks for a device which this host can grant."""
@@ -538,6 +549,10 @@ class CudaSession:
         else:
             text = text_of_skip(report)
             record["reasons"] = as_data(self.adoption.why(item, text))
+            if (promise := self.denied(self.adoption.claims(item, text))) is not None:
+                record["breach"] = promise
+                report.outcome = "failed"
+                report.longrepr = promised_and_skipped(promise, text, record["reasons"])
         if text:
             record["skip"] = text
         report.cudaenv = record  # type: ignore[attr-defined]
@@ -547,11 +562,15 @@ class CudaSession:
         if not report.skipped:
             return
         from pytest_cudaenv.adoption import text_of_skip
+        from pytest_cudaenv.ledger.claims import claimed
         from pytest_cudaenv.ledger.skips import skip_reasons
 
         text = text_of_skip(report)
         reasons = as_data(skip_reasons(text, self.unmet))
-        report.cudaenv = {"cell": None, "ran_on": None, "reasons": reasons, "skip": text}  # type: ignore[attr-defined]
+        record = {"cell": None, "ran_on": None, "reasons": reasons, "skip": text}
+        if (claim := claimed(text)) is not None and (promise := self.denied([claim])) is not None:
+            record["breach"] = promise
+        report.cudaenv = record  # type: ignore[attr-defined]
 
     def add_waiting(self, nodeid: str, record: dict[str, Any]) -> None:
         """Put on a test's first report how long it waited for its devices; known to the process that leases them."""
@@ -632,3 +651,12 @@ def record_of(plan: Plan, ran_on: str | None, reasons: Sequence[Reason]) -> dict
 def as_data(reasons: Sequence[Reason]) -> list[dict[str, Any]]:
     """Reasons as reports carry them."""
     return [{"code": r.code, "need": r.need, "have": r.have, "remedy": r.remedy, "rank": int(r.rank)} for r in reasons]
+
+
+def promised_and_skipped(promise: str, text: str, reasons: Sequence[Mapping[str, Any]]) -> str:
+    """The failure of a test, or of a module, that skipped itself for something promised; on one line, and a remedy."""
+    from pytest_cudaenv.ledger.contract import CODE
+
+    why = " | ".join(f"[{r['code']}] {r['need']}; have {r['have']}" for r in reasons)
+    remedy = "Mend what the suite asks, declare the need with a marker of this plugin, or promise less."
+    return f'[{CODE}] {promise} is promised, and the suite skips: "{text}": {why}\n{remedy}'

@@ -34,6 +34,33 @@ def read_condition(text: str, skips_if: bool = True) -> Requirement | None:
     return needs(node, not skips_if, {})
 
 
+def read_whole_condition(text: str) -> Requirement | None:
+    """What a condition that skips asks for, where it asks for nothing else."""
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError):
+        return None
+    return needs(node, False, {}) if is_whole(node, False, {}) else None
+
+
+def is_whole(node: ast.expr, wanted: bool, names: Mapping[str, ast.expr], depth: int = 0) -> bool:
+    """Whether `needs` tells all that a condition asks for."""
+    if depth > _DEPTH:
+        return False
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return is_whole(node.operand, not wanted, names, depth + 1)
+    if isinstance(node, ast.BoolOp):
+        agrees = isinstance(node.op, ast.And) is wanted
+        return agrees and all(is_whole(value, wanted, names, depth + 1) for value in node.values)
+    if isinstance(node, ast.Name) and node.id in names:
+        return is_whole(names[node.id], wanted, names, depth + 1)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args and node.func.id in names:
+        inner = names[node.func.id]
+        if not isinstance(inner, ast.Attribute):  # a function of the module that returns one expression
+            return wanted and is_whole(inner, wanted, names, depth + 1)
+    return needs(node, wanted, names) is not None
+
+
 def needs(node: ast.expr, wanted: bool, names: Mapping[str, ast.expr], depth: int = 0) -> Requirement | None:
     """What must be so for the condition to come out as `wanted`; None where its source does not tell.
 
@@ -224,6 +251,10 @@ class Skip:
     """`skipif(torch.cuda.device_count() < 2)`."""
     always: bool = False
     """It skips on every host."""
+    is_whole: bool = False
+    """The requirement is all that its condition asks for."""
+    reason: str | None = None
+    """Its words, where they are a literal."""
 
 
 @dataclass
@@ -345,12 +376,24 @@ def _skip(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0) -> Skip
     if condition is None:
         return None
     wanted = last == "skipUnless"
+    whole = False
     if isinstance(condition, ast.Constant) and isinstance(condition.value, str):
         requirement = read_condition(condition.value)
+        whole = read_whole_condition(condition.value) is not None
     else:
         requirement = needs(condition, wanted, names)
+        whole = is_whole(condition, wanted, names)
     always = isinstance(condition, ast.Constant) and isinstance(condition.value, bool) and condition.value is not wanted
-    return Skip(requirement, f"{last}({ast.unparse(condition)})", always=always)
+    return Skip(requirement, f"{last}({ast.unparse(condition)})", always, whole, _words(node, names))
+
+
+def _words(node: ast.Call, names: Mapping[str, ast.expr]) -> str | None:
+    """The reason that a skip gives, where it is a literal or a name of one."""
+    positional = node.args[1] if len(node.args) > 1 else None
+    reason = next((k.value for k in node.keywords if k.arg == "reason"), positional)
+    if isinstance(reason, ast.Name):
+        reason = names.get(reason.id)
+    return reason.value if isinstance(reason, ast.Constant) and isinstance(reason.value, str) else None
 
 
 def _skips_first(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Skip | None:

@@ -6,9 +6,10 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pytest_cudaenv.host.catalog import UnknownDeviceError, simulated_host
+from pytest_cudaenv.requirements.attention_backends import registered
 from pytest_cudaenv.requirements.markers import (
     requires_attn_backend,
     requires_cuda,
@@ -196,3 +197,88 @@ class Contract:
             if kept_from & {(r.code, r.need) for r in unmet(promise.requirement)}:
                 return promise
         return None
+
+    def denied(self, claim: Requirement, unmet: Unmet) -> str | None:
+        """The promises, as written, that a skip denies which claims to lack this; None where it may be lacking.
+
+        The suite's own checks may be wrong, so that a claim is held against what was promised first, and then, as
+        any skip, against what keeps the host from a promise.
+        """
+        asked = replace(claim, device_if_any=False, exclusive=False, isolated=False)
+        if asked == Requirement():
+            return None
+        if covers([promise.requirement for promise in self.promises], asked):
+            kept = list(self.promises)
+            for promise in self.promises:  # those that it takes
+                fewer = [other for other in kept if other is not promise]
+                if covers([other.requirement for other in fewer], asked):
+                    kept = fewer
+            return " and ".join(promise.text for promise in kept)
+        broken = self.breach(unmet(claim), unmet)
+        return None if broken is None else broken.text
+
+
+def covers(promised: Sequence[Requirement], need: Requirement) -> bool:
+    """Whether a host that has all that is promised meets a need, whatever else it has."""
+    has = Requirement()
+    for requirement in promised:
+        has = has.merged(requirement)
+    named = (
+        (need.dtypes, has.dtypes), (need.attn_backends, has.attn_backends), (need.hub_kernels, has.hub_kernels),
+        (need.quantization, has.quantization),
+    )  # fmt: skip
+    known = registered()
+    packages = has.packages + tuple(known[name].distribution for name in has.attn_backends if name in known)
+    return (
+        need.devices <= has.devices
+        and need.memory <= has.memory
+        and need.nccl <= has.nccl
+        and need.needs_kernels <= (has.needs_kernels or bool(has.hub_kernels))
+        and all(set(wanted) <= set(there) for wanted, there in named)
+        and all(_follows(specifier, has.capability) for specifier in need.capability)
+        and all(_follows(specifier, has.driver) for specifier in need.driver)
+        and all(_is_among(spec, packages) for spec in need.packages)
+        and need.cell_dtype is None
+        and not need.model_reasons
+    )
+
+
+def _follows(wanted: str, promised: Iterable[str]) -> bool:
+    """Whether every version that meets what is promised meets what is wanted; in doubt not."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    there = [part for specifier in promised for part in SpecifierSet(specifier)]
+    for part in SpecifierSet(wanted):
+        if part in there:
+            continue
+        try:
+            lowest = max((Version(p.version) for p in there if p.operator in {">=", "==", "~="}), default=None)
+            least = Version(part.version)
+        except InvalidVersion:  # ==2.*
+            return False
+        if lowest is None or not (lowest > least or (lowest == least and part.operator == ">=")):
+            return False
+        if part.operator not in {">=", ">"}:
+            return False
+    return True
+
+
+def _is_among(wanted: str, promised: Iterable[str]) -> bool:
+    """Whether a promised package is one of those that would do."""
+    from packaging.requirements import Requirement as Package
+    from packaging.utils import canonicalize_name
+
+    there: dict[str, list[str]] = {}
+    for spec in promised:
+        if spec == wanted:
+            return True
+        if "|" not in spec:
+            package = Package(spec)
+            there.setdefault(canonicalize_name(package.name), []).append(str(package.specifier))
+    for alternative in wanted.split("|"):
+        package = Package(alternative)
+        name = canonicalize_name(package.name)
+        if name in there and _follows(str(package.specifier), there[name]):
+            return True
+    return False

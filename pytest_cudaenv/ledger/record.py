@@ -255,9 +255,9 @@ class Ledger:
         if report.when not in {"setup", "call"} and not test.again:
             self._finish(test)
 
-    def deselect(self, nodeid: str, record: Mapping[str, Any]) -> None:
-        """Tell of a test that was not selected because its needs are not met."""
-        self._finish(_Test(nodeid, outcome="deselected", record=dict(record)))
+    def unrun(self, nodeid: str, outcome: str, record: Mapping[str, Any]) -> None:
+        """Tell of a test, or of a whole module, of which there will be no report: why it does not run."""
+        self._finish(_Test(nodeid, outcome=outcome, record=dict(record)))
 
     def end(self, status: int, seconds: float) -> None:
         """Tell of the tests that had no last report, and how the run ended."""

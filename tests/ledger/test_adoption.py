@@ -205,6 +205,59 @@ def test_a_check_that_the_host_contradicts_is_named(pytester: pytest.Pytester, l
     result.stdout.fnmatch_lines(["*[[]skip-disagrees[]] require_torch_gpu skips; have a host that meets it*"])
 
 
+def test_a_decorator_that_skips_what_was_promised_is_a_failure(
+    pytester: pytest.Pytester, library: None, run: Run
+) -> None:
+    """Only where it skips for nothing else as well."""
+    pytester.makepyfile(
+        test_suite="""
+        import unittest
+        from transformers import testing_utils as hf
+
+        hf.torch_device = "cpu"   # the broken probe
+
+        @hf.require_torch_gpu
+        def test_probe(): pass
+
+        @hf.require_torch_gpu
+        class TestClass(unittest.TestCase):
+            def test_in_class(self): pass
+
+        @unittest.skip("flaky, see #1")
+        @hf.require_torch_gpu
+        def test_flaky_besides(): pass
+
+        @hf.require_peft
+        @hf.require_torch_gpu
+        def test_peft_besides(): pass
+
+        @hf.require_torch_gpu
+        @hf.require_torch_xpu
+        def test_other_hardware_besides(): pass
+
+        @hf.require_peft
+        def test_peft(): pass
+
+        hf.torch_device = "cuda"
+
+        @hf.require_torch_large_accelerator(memory=200)
+        def test_too_large(): pass
+
+        @hf.require_torch_gpu
+        def test_ran(): pass
+        """
+    )
+    for adopted in (TRANSFORMERS, ()):  # by their traces, and by their words alone
+        for more in ((), ("-n", "2")):
+            promises = ("--cuda-require", "devices>=2", "--cuda-simulate", "h100:2")
+            _, outcomes = run(*adopted, *promises, *more)
+            failed = {nodeid.rpartition("::")[2] for nodeid, found in outcomes.items() if found["outcome"] == "failed"}
+            outermost = set() if adopted else {"test_other_hardware_besides"}  # of the others nothing is known
+            assert failed == {"test_probe", "test_in_class"} | outermost
+    _, outcomes = run(*TRANSFORMERS, "--cuda-require", "bf16", "--cuda-simulate", "h100:2")
+    assert sum(found["outcome"] == "failed" for found in outcomes.values()) == 2  # bf16 takes a device
+
+
 def test_a_decorator_that_has_no_effect_is_named(pytester: pytest.Pytester, library: None, run: Run) -> None:
     """M2 and M3: above `parameterized.expand` it is lost, and one that gives back no test leaves none."""
     pytester.makepyfile(

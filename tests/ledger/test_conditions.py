@@ -14,7 +14,7 @@ from pytest_cudaenv.host.catalog import CATALOG, simulated_host
 from pytest_cudaenv.host.devices import Host
 from pytest_cudaenv.host.mask import read_mask
 from pytest_cudaenv.host.software import Software, TorchBuild
-from pytest_cudaenv.ledger.conditions import Source, needs, read_condition, read_source
+from pytest_cudaenv.ledger.conditions import Source, needs, read_condition, read_source, read_whole_condition
 from pytest_cudaenv.requirements.requirement import Requirement, unmet
 
 ASKED = {
@@ -39,6 +39,39 @@ ASKED = {
     "not current_platform.has_device_capability(89)": Requirement(devices=1, capability=(">=8.9",)),
     "not current_platform.is_cuda()": Requirement(devices=1),
 }
+
+
+@pytest.mark.parametrize("text", ASKED)
+def test_a_sum_with_a_part_that_nobody_understands_is_no_whole(text: str) -> None:
+    whole = read_whole_condition(text)
+    assert whole == (None if "HAS_SOMETHING" in text else ASKED[text])
+
+
+def test_the_words_beside_a_condition() -> None:
+    source = read_source(
+        textwrap.dedent(
+            """
+            import pytest, torch, unittest
+            HAS = torch.cuda.is_available()
+            WHY = "named"
+            def two(): return torch.cuda.device_count() >= 2
+            pytestmark = pytest.mark.skipif(not HAS, reason=WHY)
+            @unittest.skipUnless(two(), "second argument")
+            class Case: pass
+            @pytest.mark.skipif(not HAS or FAST, reason="a sum")
+            def test_sum(): pass
+            @pytest.mark.skipif(not HAS, reason=f"{1} made")
+            def test_made(): pass
+            """
+        )
+    )
+    told = {s.reason: s.is_whole for skips in (source.module, *source.classes.values()) for s in skips}
+    assert told == {"named": True, "second argument": True}
+    assert [(s.reason, s.is_whole) for skips in source.functions.values() for s in skips] == [
+        ("a sum", False),
+        (None, True),
+    ]
+
 
 LEFT_ALONE = [
     "torch.cuda.device_count() > 1",

@@ -54,3 +54,39 @@ def test_a_run_on_the_cpu_and_one_that_is_simulated(
     assert "on CPU: AssertionError" in out
     assert cli.main(["merge", "merged.json", "--expect", "cpu"]) == 1
     assert capsys.readouterr().out == out
+
+
+def test_what_a_suite_skips_itself_is_promised_but_skipped(
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    run: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytester.makepyfile(
+        test_it="""
+        import pytest
+        def test_promised(): pytest.skip("requires the packaging package")
+        def test_other(): pytest.skip("requires the nonesuch package")
+        def test_ran(): pass
+        """,
+        test_gone="import pytest; pytest.importorskip('packaging.nonesuch')",
+    )
+    monkeypatch.setenv("FABRICATED", "cpu")
+    result, _ = run("--cuda-require", "packaging", "--cuda-ledger", "cpu.json")
+    result.assert_outcomes(passed=1, failed=1, skipped=2)
+    capsys.readouterr()
+
+    forms = ("--html", "page.html", "--junit", "out.xml", "--markdown", "out.md", "--json", "merged.json")
+    assert cli.main(["merge", "cpu.json", *forms]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("RED: 2 promised but skipped, 3 never ran anywhere (4 tests, 1 ran; 1 run of 1 runner)")
+    red = out.partition("RED never ran anywhere")[0]
+    assert "test_it.py::test_promised" in red
+    assert "test_gone.py" in red
+    assert "test_it.py::test_other" not in red
+    # A run that promises nothing may skip them.
+    result, _ = run("--cuda-ledger", "other.json")
+    result.assert_outcomes(passed=1, skipped=3)
+    capsys.readouterr()
+    assert cli.main(["merge", "other.json"]) == 1
+    assert "promised but skipped" not in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -96,6 +97,122 @@ def test_a_skip_of_what_was_promised_is_a_failure(pytester: pytest.Pytester, mon
             ["*[[]contract[]] flash_attention_3 is promised: [[]attn-broken[]] FA3 must import*no such symbol*"]
         )
         result.stdout.fnmatch_lines(["promised and not run: flash_attention_3: 1", "*test_it.py::test_fa3*"])
+
+
+OWN = """
+    import unittest
+    import pytest
+
+    BROKEN = True
+
+    @pytest.mark.skipif(BROKEN, reason="needs 2 GPUs")
+    def test_words(): pass
+
+    @pytest.mark.skipif("BROKEN", reason="not enough GPUs")
+    def test_string(): pass
+
+    @pytest.fixture
+    def two(): pytest.skip("requires multiple CUDA GPUs")
+    def test_fixture(two): pass
+
+    def test_body():
+        if BROKEN: pytest.skip("CUDA is not available")
+
+    @unittest.skipIf(BROKEN, "test requires 2 GPUs")
+    class TestDecorated(unittest.TestCase):
+        def test_class(self): pass
+
+    class TestCase(unittest.TestCase):
+        def test_method(self): self.skipTest("Need at least 2 GPUs, found 1")
+
+    def test_in_a_device_process(cuda_device):
+        pytest.skip("needs 2 GPUs")
+
+    # Of anything that was not promised, or is not said plainly:
+    @pytest.mark.parametrize(
+        "why",
+        ["needs 4 GPUs", "requires H200 or newer with 2 GPUs", "too slow on 2 GPUs", "requires peft", "test is slow",
+         "requires 2 GPUs or XPU", "not supported on GPU", "no GPU needed", "exactly one GPU", ""],
+    )
+    def test_other(why): pytest.skip(why)
+
+    def test_ran(): pass
+"""
+
+DENIED = {
+    "test_words", "test_string", "test_fixture", "test_body", "test_class", "test_method", "test_in_a_device_process"
+}  # fmt: skip
+
+
+def test_a_suites_own_skip_of_what_was_promised_is_a_failure(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_it=OWN)
+    kept = run(pytester, "--cuda-require", "capability>=9.0", "-k", "not fixture and not body")
+    kept.assert_outcomes(passed=1, skipped=15, deselected=2)  # two devices were not promised
+    for more in ((), ("-n", "2"), ("--cuda-isolation", "off"), ("--cuda-adopt", "skipif"), ("-p", "no:randomly")):
+        result = run(pytester, "--cuda-require", "devices>=2", "--cuda-ledger", "ledger.json", *more)
+        result.assert_outcomes(passed=1, skipped=10, failed=3, errors=4)
+        assert result.ret == pytest.ExitCode.TESTS_FAILED
+        lines = [json.loads(line) for line in (pytester.path / "ledger.json").read_text().splitlines()]
+        tests = {line["id"].rpartition("::")[2]: line for line in lines if line["kind"] == "test"}
+        assert {name for name, line in tests.items() if "breach" in line} == DENIED, more
+        assert {tests[name]["breach"] for name in DENIED} == {"devices>=2"}
+        assert tests["test_body"]["skip"] == "CUDA is not available"
+        result.stdout.fnmatch_lines(
+            [
+                '[[]contract[]] devices>=2 is promised, and the suite skips: "CUDA is not available": [[]skip-*',
+                "promised and not run: devices>=2: 7",
+            ]
+        )
+
+
+def test_a_run_whose_tests_all_denied_a_promise_ran_none(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_it="import pytest\ndef test_body(): pytest.skip('needs 2 GPUs')\n")
+    pytester.makeconftest("def pytest_sessionfinish(session): session.exitstatus = 0\n")
+    result = run(pytester, "--cuda-require", "devices>=2")
+    result.stdout.fnmatch_lines(["[[]contract[]] needs a test that ran; have none*"])
+
+
+def test_a_condition_says_more_than_the_words_beside_it(pytester: pytest.Pytester) -> None:
+    """What it asks for is held against the promise, where it asks for nothing else."""
+    pytester.makepyfile(
+        test_it="""
+        import pytest
+
+        class torch:  # one that counts wrong
+            class cuda:
+                device_count = staticmethod(lambda: 1)
+
+        COUNT = 1
+
+        @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="distributed")
+        def test_whole(): pass
+        @pytest.mark.skipif(torch.cuda.device_count() < 2 or COUNT, reason="distributed, and more")
+        def test_sum(): pass
+        @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="large")
+        def test_more(): pass
+        def test_ran(): pass
+        """
+    )
+    result = run(pytester, "--cuda-require", "devices>=2", "-rA")
+    result.assert_outcomes(passed=1, errors=1, skipped=2)
+    result.stdout.fnmatch_lines(["ERROR *::test_whole*"])
+
+
+def test_a_module_that_skips_itself_for_something_promised(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        test_it="def test_ran(): pass",
+        test_gone="import pytest\npytest.skip('requires CUDA', allow_module_level=True)\n",
+        test_other="import pytest\npytest.importorskip('no_such_module')\n",
+    )
+    run(pytester, "--cuda-ledger", "ledger.json").assert_outcomes(passed=1, skipped=2)
+    for more in ((), ("-n", "2")):
+        result = run(pytester, "--cuda-require", "devices>=2", "--cuda-ledger", "ledger.json", *more)
+        assert result.ret == pytest.ExitCode.TESTS_FAILED
+        result.stdout.fnmatch_lines(["[[]contract[]] *have 1 module that skipped for it: test_gone.py"])
+        lines = [json.loads(line) for line in (pytester.path / "ledger.json").read_text().splitlines()]
+        told = {line["id"]: line for line in lines if line["kind"] == "test"}
+        assert told.keys() == {"test_it.py::test_ran", "test_gone.py"}
+        assert (told["test_gone.py"]["outcome"], told["test_gone.py"]["breach"]) == ("error", "devices>=2")
 
 
 @pytest.mark.parametrize(("least", "status"), [("2", 0), ("3", 1)])
