@@ -24,11 +24,8 @@ from pytest_cudaenv import compat
 from pytest_cudaenv.adopted import ADOPTED, Adopted
 from pytest_cudaenv.importing import Announcer
 from pytest_cudaenv.ledger import adopt
-from pytest_cudaenv.ledger.claims import claimed
 from pytest_cudaenv.ledger.conditions import Skip, Source, read_condition, read_source
 from pytest_cudaenv.ledger.marker_table import MarkerTableError, parse_table
-from pytest_cudaenv.ledger.skip_words import ALWAYS
-from pytest_cudaenv.ledger.skips import read_skip, skip_reasons
 from pytest_cudaenv.options import ADOPT_MARKERS as TABLE
 from pytest_cudaenv.requirements.reason import Reason
 from pytest_cudaenv.requirements.requirement import Requirement
@@ -241,6 +238,10 @@ class Adoption:
 
     def why(self, item: pytest.Item, text: str) -> tuple[Reason, ...]:
         """The reasons of a skip that is not this plugin's, whose text this is."""
+        # Their many patterns are compiled in runs that skip something only.
+        from pytest_cudaenv.ledger.skip_words import ALWAYS
+        from pytest_cudaenv.ledger.skips import skip_reasons
+
         adopted = item.stash.get(ADOPTED, Adopted())
         reasons: list[Reason] = []
         for trace in adopted.traces:
@@ -277,6 +278,8 @@ class Adoption:
             for skip in by_condition:
                 merged = merged.merged(skip.requirement or Requirement())
             return merged
+        from pytest_cudaenv.ledger.claims import claimed
+
         return claimed(text)
 
 
@@ -304,6 +307,8 @@ def original_text(item: pytest.Item) -> str:
 
 def asked_for(text: str) -> tuple[Reason, ...]:
     """What has to be asked for besides, where the words of a skip say so."""
+    from pytest_cudaenv.ledger.skips import read_skip
+
     reading = read_skip(" ".join(text.split()))
     if reading is None or reading.reason is None or reading.reason.code != "skip-opt-in":
         return ()

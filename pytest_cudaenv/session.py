@@ -145,8 +145,7 @@ class CudaSession:
         if not any_given(self.config):
             return None
         settings = self.settings
-        is_accounted = settings.ledger or settings.require or settings.runner
-        if not (settings.adopt or is_accounted or self.config.getini(ADOPT_MARKERS)):
+        if not (settings.adopt or settings.ledger or self.has_promises or self.config.getini(ADOPT_MARKERS)):
             return None
         from pytest_cudaenv.adoption import Adoption
 
@@ -311,15 +310,20 @@ class CudaSession:
         self._unmet.clear()
         self.__dict__.pop("granter", None)
 
+    @property
+    def has_promises(self) -> bool:
+        """Whether the run's runner promises anything."""
+        return bool(self.settings.require or self.settings.runner)
+
     def breach(self, reasons: Sequence[Reason]) -> Promise | None:
         """The promise of the runner that a skip for these reasons breaks."""
-        if not (self.settings.require or self.settings.runner):
+        if not self.has_promises:
             return None
         return self.contract.breach(reasons, lambda requirement: self.unmet(requirement, trying=True))
 
     def denied(self, claims: Sequence[Requirement]) -> str | None:
         """The promises that a skip of the suite's own denies, whose every claim is about something promised."""
-        if not claims or not (self.settings.require or self.settings.runner):
+        if not claims:
             return None
         denied = [self.contract.denied(claim, lambda need: self.unmet(need, trying=True)) for claim in claims]
         told = [text for text in denied if text is not None]
@@ -549,7 +553,8 @@ class CudaSession:
         else:
             text = text_of_skip(report)
             record["reasons"] = as_data(self.adoption.why(item, text))
-            if (promise := self.denied(self.adoption.claims(item, text))) is not None:
+            promise = self.denied(self.adoption.claims(item, text)) if self.has_promises else None
+            if promise is not None:
                 record["breach"] = promise
                 report.outcome = "failed"
                 report.longrepr = promised_and_skipped(promise, text, record["reasons"])
@@ -562,14 +567,16 @@ class CudaSession:
         if not report.skipped:
             return
         from pytest_cudaenv.adoption import text_of_skip
-        from pytest_cudaenv.ledger.claims import claimed
         from pytest_cudaenv.ledger.skips import skip_reasons
 
         text = text_of_skip(report)
         reasons = as_data(skip_reasons(text, self.unmet))
         record = {"cell": None, "ran_on": None, "reasons": reasons, "skip": text}
-        if (claim := claimed(text)) is not None and (promise := self.denied([claim])) is not None:
-            record["breach"] = promise
+        if self.has_promises:
+            from pytest_cudaenv.ledger.claims import claimed
+
+            if (claim := claimed(text)) is not None and (promise := self.denied([claim])) is not None:
+                record["breach"] = promise
         report.cudaenv = record  # type: ignore[attr-defined]
 
     def add_waiting(self, nodeid: str, record: dict[str, Any]) -> None:
