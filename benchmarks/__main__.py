@@ -7,7 +7,10 @@ they are named.
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 
-for name in sys.argv[1:] or ("startup", "collection", "isolation"):
+# What follows the names are options of their own: `ledger --tests 2000`.
+names = list(itertools.takewhile(lambda argument: not argument.startswith("-"), sys.argv[1:]))
+for name in names or ("startup", "collection", "isolation"):
     importlib.import_module(f"benchmarks.{name}").main()
