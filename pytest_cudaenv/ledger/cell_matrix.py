@@ -59,6 +59,17 @@ def matrix(verdict: Verdict) -> list[Row]:
     return [rows[key] for key in sorted(rows, key=_order)]
 
 
+def outside(verdict: Verdict) -> str:
+    """A sentence on the tests that need a device where no runner had one, and so stand in no square; else empty."""
+    if any(kind != CPU for kind in verdict.kinds):
+        return ""
+    count = sum(1 for judged in verdict.tests.values() if judged.must_have_device)
+    if not count:
+        return ""
+    tests, stand = ("1 test", "stands") if count == 1 else (f"{count:,} tests", "stand")
+    return f"No runner had a CUDA device: {tests} that cannot do without one {stand} in no square."
+
+
 _DTYPES = list(DTYPES.values())
 
 

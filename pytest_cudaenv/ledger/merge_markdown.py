@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from pytest_cudaenv.ledger.cell_matrix import NO_CELL, Square, matrix
+from pytest_cudaenv.ledger.cell_matrix import NO_CELL, Square, matrix, outside
 from pytest_cudaenv.ledger.judge import KINDS, Finding, Verdict, shift_lines
 from pytest_cudaenv.ledger.merge_text import BY_REASON, counted, duration, headline, plural
 from pytest_cudaenv.ledger.results import id_parts
@@ -40,6 +40,7 @@ def markdown(verdict: Verdict) -> str:
             ],
         ),
         _matrix_table(verdict),
+        _text(outside(verdict)),
     ]
     if verdict.allowed:
         parts.append(f"Allowed: {_text(counted(verdict, verdict.allowed))}.")

@@ -16,7 +16,7 @@ from importlib import resources
 from typing import Any
 
 from pytest_cudaenv._version import __version__
-from pytest_cudaenv.ledger.cell_matrix import matrix
+from pytest_cudaenv.ledger.cell_matrix import matrix, outside
 from pytest_cudaenv.ledger.judge import KINDS, Judged, Verdict, shift_lines
 from pytest_cudaenv.ledger.merge_text import headline
 from pytest_cudaenv.ledger.results import Result, cell_parts
@@ -126,6 +126,7 @@ def page_data(verdict: Verdict) -> dict[str, Any]:
             }
             for row in matrix(verdict)
         ],
+        "outside": outside(verdict),
         "files": files.rows(),
         "cells": cells.rows(cell_parts),
         "needs": needs.rows(json.loads),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ledger_strategies import DEVICE, IF_ANY, TODAY, Book, judged, ledgers, read_all
 
 from benchmarks.fabricated_ledgers import A10G, CPU, H200, H200X2, Line
-from pytest_cudaenv.ledger.cell_matrix import matrix
+from pytest_cudaenv.ledger.cell_matrix import matrix, outside
 from pytest_cudaenv.ledger.judge import KINDS, Verdict
 from pytest_cudaenv.ledger.quarantine import Entry
 
@@ -242,6 +242,19 @@ def test_the_matrix_counts_the_tests_that_belong_somewhere() -> None:
         ("sdpa", "bf16"): {"NVIDIA H200": (1, 0, 0), "CPU": (1, 1, 0)},
         ("", ""): {"NVIDIA H200": (1, 1, 1), "CPU": (1, 1, 0)},
     }
+
+
+def test_what_stands_in_no_square_is_said() -> None:
+    cpu = Book(CPU).test("t::plain").skip("t::must", DEVICE).skip("t::must_too", DEVICE)
+    assert outside(judged(cpu)) == (
+        "No runner had a CUDA device: 2 tests that cannot do without one stand in no square."
+    )
+    assert sum(square.tests for row in matrix(judged(cpu)) for square in row.by_kind.values()) == 1
+    # A runner with a device has a column, in which they stand.
+    both = judged(cpu, Book(H200).test("t::plain"))
+    assert outside(both) == ""
+    assert matrix(both)[0].by_kind["NVIDIA H200"].tests == 2
+    assert outside(judged(Book(CPU).test("t::plain"))) == ""
 
 
 # Drift ---------------------------------------------------------------------------------------------------------

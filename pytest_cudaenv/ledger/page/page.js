@@ -461,6 +461,7 @@
       ];
     });
     at("matrix").append(element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows.flat().filter(Boolean))));
+    if (data.outside) at("matrix").append(element("p", { class: "note" }, data.outside));
   }
 
   function square(row, kind, [tests, ran, failed, idle]) {
