@@ -522,9 +522,7 @@ class CudaSession:
         if PLAN in item.stash:
             self.runner.tear_down(item)
 
-    def describe(
-        self, item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[None] | None = None
-    ) -> None:
+    def describe(self, item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[None] | None = None) -> None:
         """Put on a report what summaries need: where it ran, or why it did not. Travels from xdist's workers.
 
         Without `call` it is a report that no phase in this process has ended with.
