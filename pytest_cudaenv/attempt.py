@@ -57,6 +57,8 @@ class Attempt:
         self.mask = mask
         """Of the process; None where there is nothing that could be reproduced."""
         self.phase = "setup"
+        self.has_begun = False
+        """Whether the process has come to the test's setup."""
         self.latest = None if seconds is None else time.monotonic() + seconds
         """When it ends whatever the test's own deadline is, on the clock of `time.monotonic`."""
         self.deadline = self.latest
@@ -123,7 +125,6 @@ class Attempt:
                     if key.data == "report" and not child.channel.fill():
                         selector.unregister(child.channel)
                     elif key.data == "death" and not source.note_deaths():
-                        child.status = child.status or signal.SIGKILL
                         selector.unregister(source)
 
     def _remaining(self) -> float | None:
@@ -132,7 +133,7 @@ class Attempt:
     def _take(self, message: Message) -> None:
         config = self.item.config
         if "phase" in message:
-            self.phase = message["phase"]
+            self.phase, self.has_begun = message["phase"], True
         elif "deadline" in message:
             self.deadline = self.latest
             if (seconds := message["deadline"]) is not None:
@@ -240,7 +241,7 @@ class Attempt:
 
     def fail_dead(self, child: Child, when: str | None = None) -> None:
         """Add the failure of a test whose process died under it, or `when` that was."""
-        how = death(child.status)
+        how = "died with the process that had started it" if child.is_lost else death(child.status)
         if not self.killed and (timeout := _TIMEOUT.search(self.stacks)) is not None:
             how = f"was ended at its deadline, {timeout[0].rstrip('.!')},"
         if self.killed:

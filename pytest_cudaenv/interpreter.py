@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+import pytest_cudaenv
 from pytest_cudaenv import compat
 from pytest_cudaenv.grants import coverage_data
 from pytest_cudaenv.grants.device_process import DeviceProcess
@@ -71,6 +72,8 @@ def main(parent: int, channel: int, *files: int) -> NoReturn:
     if message["coverage"] is not None:
         coverage_data.start(message["coverage"])
     sys.argv = message["argv"]
+    # Or pytest warns, under `-W error` fatally, that it has been imported too early to have its asserts rewritten.
+    pytest_cudaenv.__doc__ = f"{pytest_cudaenv.__doc__}\n\nPYTEST_DONT_REWRITE"
     remains, lease = Remains.adopt(files)
     plugin = Interpreter(ours, message, remains, Lease.adopt(lease, message["devices"]))
     status = pytest.main(message["arguments"], plugins=[plugin])

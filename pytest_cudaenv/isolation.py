@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_cudaenv import compat
-from pytest_cudaenv.attempt import DEATH, Attempt
+from pytest_cudaenv.attempt import DEATH, Attempt, death
 from pytest_cudaenv.grants.demand import Demand
 from pytest_cudaenv.grants.device_process import DeviceProcess
 from pytest_cudaenv.grants.family import below, end_all
@@ -88,8 +88,8 @@ class Isolation:
         self.scheduled = "cudaenv_requests" in getattr(pytest_session.config, "workerinput", {})
         """Whether xdist's controller gives tests to workers by what they lease."""
         compat.make_basetemp(pytest_session.config)  # or each device process makes, and clears, one of its own
-        self.is_poisoned = False
-        """Device processes are fresh interpreters, as this process cannot be forked."""
+        self.is_fresh = False
+        """Device processes are fresh interpreters: this process cannot be forked, or its zygote has died."""
         self.source = self._source()
         self.xids = self._watch_xids()
 
@@ -115,10 +115,24 @@ class Isolation:
     def _source(self) -> Source:
         if (why := self.session.poison.why_not_forked()) is None:
             return Zygote.fork(self._serve, self._prepare)
-        self.is_poisoned = True
         text = f"[no-fork] {why}: device processes are fresh interpreters, which import everything again"
-        self.pytest_session.config.issue_config_time_warning(pytest.PytestWarning(text), stacklevel=2)
-        return Interpreters(os.environ, str(self.pytest_session.config.invocation_params.dir))
+        self.session.warn(text)
+        return self._interpreters()
+
+    def _interpreters(self) -> Interpreters:
+        self.is_fresh = True
+        return Interpreters(self.environ, str(self.pytest_session.config.invocation_params.dir))
+
+    def _replace_source(self) -> None:
+        """Once the zygote has died: device processes are fresh interpreters from now on.
+
+        Not forks of another zygote: this process has run tests since, and what they have set up is not to be torn down
+        once in each fork.
+        """
+        how = death(self.source.close())
+        self.source = self._interpreters()
+        text = f"the zygote {how}, and its device process with it: device processes are fresh interpreters from now on"
+        self.session.warn(f"[no-fork] {text}, which import everything again")
 
     # In the zygote and in device processes ---------------------------------------------------------------------
 
@@ -150,9 +164,7 @@ class Isolation:
             self._close(item)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         if died is not None:
-            attempt = Attempt(self.session, item)
-            self._take(None, attempt)
-            self._report_end(died, attempt, "between tests")
+            self._report_idle(died, item)
         exiting = None
         if self.child is not None or self._acquire(requirement, item):
             exiting = self._run_until_it_lives(item, nextitem)
@@ -173,13 +185,22 @@ class Isolation:
         poll = select.poll()
         poll.register(self.source, select.POLLIN)
         while child.status is None and poll.poll(0):
-            if not self.source.note_deaths():
-                return None  # nothing can be known any more, which the next test will find out
+            self.source.note_deaths()
         if child.status is None:
             return None
         self.child = None
         self._release()
         return child
+
+    def _report_idle(self, child: Child, item: pytest.Item) -> None:
+        """Report a process that has died since its last test; no error where the zygote did, which is told once."""
+        attempt = Attempt(self.session, item)
+        self._take(None, attempt)
+        if child.is_lost:
+            attempt.flush()
+            self._forget(child)
+        else:
+            self._report_end(child, attempt, "between tests")
 
     def _report_end(self, child: Child, attempt: Attempt, when: str) -> None:
         """Report a process that died while no test ran in it, under the running test, which the text tells from it."""
@@ -285,20 +306,31 @@ class Isolation:
         return child
 
     def _start_with(self, message: Message, item: pytest.Item) -> Child:
+        """Raises OSError where no process can be started, once what has died is replaced."""
         assert self.lease is not None
-        if not self.is_poisoned:
-            return self.source.start(message, self.lease.filenos())
+        if not self.source.has_died:
+            try:
+                return self._start_from_source(message, item, self.lease)
+            except OSError:
+                if not self.source.has_died:
+                    raise
+        self._replace_source()
+        return self._start_from_source(message, item, self.lease)
+
+    def _start_from_source(self, message: Message, item: pytest.Item, lease: Lease) -> Child:
+        if not self.is_fresh:
+            return self.source.start(message, lease.filenos())
         config = self.pytest_session.config
-        message |= {**order(config, self.started), "path": str(item.path)}
+        message = {**message, **order(config, self.started), "path": str(item.path)}
         message["outer"] = {
             name: self.environ[name] for name in (VISIBLE_DEVICES, DEVICE_ORDER) if name in self.environ
         }
         with compat.uncaptured(config):  # the interpreter captures for itself, and debuggers need the terminal
-            return self.source.start(message, self.lease.filenos())
+            return self.source.start(message, lease.filenos())
 
     def _refer(self, item: pytest.Item) -> Any:
         """A test, in the words of the device process."""
-        if not self.is_poisoned:
+        if not self.is_fresh:
             return self.index[item]
         return {"nodeid": compat.collected_id(item), "path": str(item.path)}
 
@@ -317,7 +349,7 @@ class Isolation:
         faulthandler.cancel_dump_traceback_later()
         item, following = attempt.item, None
         if nextitem is not None:
-            is_near = not self.is_poisoned or nextitem.path == item.path
+            is_near = not self.is_fresh or nextitem.path == item.path
             following = self._refer(nextitem) if is_near else ELSEWHERE
         message = {"run": self._refer(item), "next": following, "testsfailed": self.pytest_session.testsfailed}
         message["line"] = compat.terminal_line(item.config)
@@ -336,15 +368,18 @@ class Isolation:
         done = self._ask(child, attempt, nextitem)
         if done is None:
             self.child = None
+            # The zygote has died before the test began: it is to run, and not to fail.
+            is_spared = child.is_lost and not attempt.has_begun and not self.is_fresh
             if not attempt.interrupted:
-                attempt.fail_dead(child)
-                self._quote_xids(attempt)
+                if not is_spared:
+                    attempt.fail_dead(child)
+                    self._quote_xids(attempt)
                 self._take(None, attempt)
             self._forget(child)
             self._release()
             if attempt.interrupted:
                 return KeyboardInterrupt(), False
-            return None, attempt.reruns_left > 0
+            return None, is_spared or attempt.reruns_left > 0
         state = done["done"]
         self.pytest_session.shouldfail = self.pytest_session.shouldfail or state["shouldfail"]
         self.pytest_session.shouldstop = self.pytest_session.shouldstop or state["shouldstop"]
@@ -419,6 +454,9 @@ class Isolation:
 
     def _close(self, item: pytest.Item | None) -> None:
         """End the process, reporting what its teardown reports, under the running test where there is one."""
+        died = self._died_idle()
+        if died is not None and (owner := item or self.last) is not None:
+            self._report_idle(died, owner)
         child, self.child = self.child, None
         if child is None:
             return
@@ -454,6 +492,8 @@ class Isolation:
         if child.status is not None and (left := below(self.source.orphans(child))):
             end_all(left)
         child.close()
+        if self.source.has_died:
+            self._replace_source()
 
     def end(self) -> None:
         """End the last process, and what it came from."""

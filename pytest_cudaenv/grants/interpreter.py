@@ -29,6 +29,8 @@ BOOT = (
 class Interpreters:
     """The pytest process's end; a `Source` of device processes."""
 
+    has_died = False
+
     def __init__(self, environ: Mapping[str, str], directory: str) -> None:
         self.environ = dict(environ)
         """As it was when collection ended; an order's own variables come on top."""

@@ -24,6 +24,8 @@ class Child:
     """With which the environments of its subprocesses begin to name it."""
     status: int | None = None
     """As `os.waitpid` gives it; None while the process lives."""
+    is_lost: bool = False
+    """Ended because the process that had started it did."""
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal; harmless where the process has ended."""
@@ -39,6 +41,11 @@ class Child:
 
 class Source(Protocol):
     """Starts device processes. Death is what the kernel says of a process, never the end of its stream."""
+
+    @property
+    def has_died(self) -> bool:
+        """Whether no more processes can be started, and those that were have been lost."""
+        ...
 
     def start(self, order: Message, fds: Sequence[int] = ()) -> Child:
         """A new device process with this order, which is given its remains and these open files too, in this order.
@@ -63,6 +70,6 @@ class Source(Protocol):
         """The processes that one which has ended has left behind, but for their own descendants."""
         ...
 
-    def close(self) -> None:
-        """End every process that is left."""
+    def close(self) -> int | None:
+        """End every process that is left; how the source itself ended, as `os.waitpid` gives it, if that is known."""
         ...

@@ -74,9 +74,14 @@ class Zygote:
                     child.pid = message["forked"]
                     self.children[child.pid] = child
                     return child
+                if "refused" in message:
+                    raise OSError(message["refused"])
                 self._note(message)
-            child.close()
+            self._lose_children()
             raise OSError("the zygote has died")
+        except OSError:
+            child.close()
+            raise
         finally:
             theirs.close()
 
@@ -87,10 +92,19 @@ class Zygote:
     def note_deaths(self) -> bool:
         """Take in what the zygote has said of ended processes; False where it has died itself."""
         alive = self.channel.fill()
-        self.has_died = not alive
         while (message := self.channel.pending()) is not None:
             self._note(message)
+        if not alive:
+            self._lose_children()
         return alive
+
+    def _lose_children(self) -> None:
+        """The zygote has died: the kernel kills what it had forked, of which nothing will be told any more."""
+        self.has_died = True
+        while self.children:
+            _, child = self.children.popitem()
+            child.kill()
+            child.status, child.is_lost = signal.SIGKILL, True
 
     def _note(self, message: Message) -> None:
         if "ended" in message and (child := self.children.pop(message["ended"], None)) is not None:
@@ -104,21 +118,22 @@ class Zygote:
             while child.status is None:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
                     return False
-                if not self.note_deaths() and child.status is None:
-                    child.status = signal.SIGKILL  # it died with the zygote
+                if not self.note_deaths():
+                    break  # it died with the zygote
         return True
 
     def orphans(self, child: Child) -> list[int]:
         """What the zygote has adopted; what begins with the process's tag, where nobody has, as the zygote has died."""
-        if self.has_died or relative(self.pid) is None:
+        if self.has_died or relative(self.pid) is None:  # which the stream does not tell before it is read
             return [process.pid for process in tagged(f"{child.tag}:")]
         return [pid for pid in children(self.pid) if pid not in self.children]
 
-    def close(self) -> None:
-        """End the zygote, and every process that it forked."""
+    def close(self) -> int | None:
+        """End the zygote, and every process that it forked; its own status."""
         self.channel.close()
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+            return os.waitpid(self.pid, 0)[1]
+        return None
 
 
 class _Server:
@@ -159,7 +174,13 @@ class _Server:
         if message is None:
             return False
         parent = os.getpid()
-        pid = fork()
+        try:
+            pid = fork()
+        except OSError as error:  # memory or process numbers are short, for now
+            for fd in fds:
+                os.close(fd)
+            self.channel.send({"refused": str(error)})
+            return True
         if pid == 0:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGINT, signal.SIGCHLD):

@@ -372,18 +372,135 @@ def test_who_debugs_is_not_killed_at_the_deadline(pytester: pytest.Pytester) -> 
     assert "1 passed" in done.stdout, done.stdout
 
 
-def test_without_a_zygote_device_tests_are_errors_and_the_run_goes_on(pytester: pytest.Pytester) -> None:
+ZYGOTE = """
+    import os, signal, sys, time
+    from pathlib import Path
+    import pytest
+    MAIN, IDS = Path("main"), Path("zygote")
+    if not IDS.exists(): MAIN.write_text(str(os.getpid()))
+    def zygote(): return int(IDS.read_text())
+    def kill_from_its_parent():
+        os.kill(zygote(), signal.SIGKILL)
+        os.waitid(os.P_PID, zygote(), os.WEXITED | os.WNOWAIT)  # it has ended, and is still there to be waited for
+    def note(name):
+        with open("pids", "a") as file: file.write(f"{name} {os.getpid()}\\n")
+    @pytest.fixture(scope="session")
+    def of_run(): note("set up in"); yield; note("torn down in")
+    @pytest.fixture(scope="session")
+    def model(cuda_device): yield
+    def test_first(model): IDS.write_text(str(os.getppid()))
+    def test_cpu_before(of_run): assert os.getpid() == int(MAIN.read_text())
+"""
+
+ENDS = {
+    "in a test": """
+    def test_ends(model):
+        os.kill(zygote(), signal.SIGKILL)
+        time.sleep(30)  # it dies with the zygote
+    """,
+    "at the end of a test": """
+    def test_ends(model, request): request.addfinalizer(lambda: os.kill(zygote(), signal.SIGKILL))
+    """,
+    "between tests": """
+    def test_ends(): kill_from_its_parent()
+    """,
+    "in the setup of a test": """
+    @pytest.fixture
+    def deadly():
+        os.kill(zygote(), signal.SIGKILL)
+        time.sleep(30)
+    def test_ends(model, deadly): pass
+    """,
+}
+
+AFTER = """
+    def test_device(model, tmp_path): assert os.environ["CUDA_VISIBLE_DEVICES"] and tmp_path.exists()
+    def test_cpu(of_run): pass
+    def test_same_process(model): note("last")
+    @pytest.mark.parametrize("x", range(2))
+    def test_more(model, x): note("last")
+"""
+
+
+@pytest.mark.parametrize("when", ENDS)
+@pytest.mark.parametrize("arguments", [(), ("-n", "1"), ("-W", "error")], ids=["plain", "xdist", "errors"])
+def test_fresh_interpreters_take_the_place_of_a_dead_zygote(
+    pytester: pytest.Pytester, when: str, arguments: tuple[str, ...]
+) -> None:
+    """Only the test that was running fails, and the run says once why later device tests take longer to start."""
+    pytester.makepyfile(test_it=ZYGOTE + ENDS[when] + AFTER)
+    result = run(pytester, *arguments)
+    outcomes = result.parseoutcomes()
+    if when == "at the end of a test":  # it may have been told of just in time
+        assert outcomes["passed"] in (7, 8)
+        assert outcomes.get("errors", 0) == 8 - outcomes["passed"] or outcomes["passed"] == 8
+    else:
+        failed = {"in a test": "failed", "in the setup of a test": "errors"}.get(when)
+        assert outcomes.pop("passed") == (8 if failed is None else 7)
+        assert outcomes == ({"warnings": 1} if failed is None else {failed: 1, "warnings": 1})
+    told = [line for line in result.outlines if "[no-fork]" in line]
+    assert len(told) == 1
+    assert "the zygote was killed by SIGKILL, and its device process with it: device processes are fresh" in told[0]
+    if outcomes.keys() & {"failed", "errors"}:
+        result.stdout.fnmatch_lines(
+            ["*[[]device-process-death[]] device process * died with the process that had sta*"]
+        )
+    notes = [line.rpartition(" ")[::2] for line in (pytester.path / "pids").read_text().splitlines()]
+    assert [name for name, _ in notes].count("set up in") == 1, "of the pytest process's fixtures there is no second"
+    assert len({pid for name, pid in notes if name == "last"}) == 1, "the interpreter is used again"
+
+
+def test_reruns_survive_the_death_of_the_zygote(pytester: pytest.Pytester) -> None:
+    body = """
+    @pytest.mark.flaky(reruns=1)
+    def test_ends(model):
+        if os.getppid() == zygote():
+            os.kill(zygote(), signal.SIGKILL)
+            time.sleep(30)
+    """
+    pytester.makepyfile(test_it=ZYGOTE + body + AFTER)
+    assert run(pytester).parseoutcomes() == {"passed": 8, "rerun": 1, "warnings": 1}
+
+
+def test_what_a_dead_zygotes_process_had_started_is_ended(pytester: pytest.Pytester) -> None:
+    body = """
+    import subprocess
+    @pytest.fixture(scope="session")
+    def server(model):
+        with open("server", "w") as file: file.write(str(subprocess.Popen(["sleep", "600"]).pid))
+    def test_starts(server): pass
+    def test_ends(): kill_from_its_parent()
+    def test_server_has_ended(model):
+        path = f"/proc/{open('server').read()}/stat"
+        assert not os.path.exists(path) or open(path).read().split()[2] == "Z"
+    """
+    pytester.makepyfile(test_it=ZYGOTE + body)
+    run(pytester).assert_outcomes(passed=5, warnings=1)
+
+
+def test_a_zygote_that_cannot_fork_for_once_goes_on(pytester: pytest.Pytester) -> None:
+    """Where memory or process numbers are short."""
+    pytester.makeconftest(
+        """
+        import errno, os
+        from pytest_cudaenv.grants import zygote
+        FORK, CALLS = zygote.fork, []
+        def fork():
+            CALLS.append(1)
+            if len(CALLS) == 3: raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            return FORK()
+        zygote.fork = fork
+        """
+    )
     pytester.makepyfile(
         """
-        import os, signal, time
-        def test_kills_the_zygote(cuda_device):
-            os.kill(os.getppid(), signal.SIGKILL)
-            time.sleep(30)  # it dies with the zygote
-        def test_device(cuda_device): pass
-        def test_cpu(): pass
+        from pytest_cudaenv import cuda_isolated
+        def test_first(cuda_device): pass
+        @cuda_isolated
+        def test_refused(cuda_device): pass
+        def test_after(cuda_device): pass
         """
     )
     result = run(pytester)
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-    assert result.parseoutcomes()["passed"] == 1
-    result.stdout.fnmatch_lines(["*[[]device-process-death[]] no device process: the zygote has died*"])
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(["*[[]device-process-death[]] no device process: *Resource temporarily unavailable*"])

@@ -64,6 +64,22 @@ def test_one_interpreter_serves_all_modules_while_its_grant_fits(pytester: pytes
     assert [sum(pid == p for _, p in imports) for pid in dict.fromkeys(pids)] == [4, 1]
 
 
+@pytest.mark.parametrize("option", [("-W", "error"), ("-o", "filterwarnings=error")], ids=["option", "ini"])
+def test_warnings_of_our_own_are_no_errors(pytester: pytest.Pytester, option: tuple[str, ...]) -> None:
+    """Neither that nothing can be forked, nor what pytest says of an interpreter that has this package before it."""
+    pytester.makepyfile(
+        test_it=POISON
+        + """
+    import warnings, pytest
+    def test_passes(cuda_device): pass
+    def test_warns(cuda_device): warnings.warn("careful")
+    """
+    )
+    result = run(pytester, *option)
+    result.assert_outcomes(passed=1, failed=1, warnings=1)
+    result.stdout.fnmatch_lines(["*[[]no-fork[]] thread ThreadPoolExecutor-0_0 was started while collecting test_it*"])
+
+
 def test_levels_and_isolated_tests(pytester: pytest.Pytester) -> None:
     isolated = "@cuda_isolated\n    def test_alone(model): note()\n    def test_z(model): note()"
     pytester.makeconftest(
