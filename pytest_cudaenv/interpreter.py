@@ -16,7 +16,7 @@ from pytest_cudaenv import compat
 from pytest_cudaenv.grants import coverage_data
 from pytest_cudaenv.grants.device_process import DeviceProcess
 from pytest_cudaenv.grants.lease import Lease
-from pytest_cudaenv.grants.process import adopt_orphans, die_with_parent, end
+from pytest_cudaenv.grants.process import die_with_parent, end
 from pytest_cudaenv.grants.remains import Remains
 from pytest_cudaenv.grants.transport import Channel, Message
 from pytest_cudaenv.session import INTERPRETER, SESSION
@@ -60,15 +60,15 @@ def order(config: pytest.Config, number: int) -> Message:
 
 
 def main(parent: int, channel: int, *files: int) -> NoReturn:
-    """Be a device process of the pytest process `parent`, over these open descriptors."""
+    """Be a device process over these open descriptors, started by the keeper `parent`."""
     die_with_parent(parent)
-    adopt_orphans()  # there is no zygote that would
     for descriptor in (channel, *files):
         os.set_inheritable(descriptor, False)
     ours = Channel(socket.socket(fileno=channel))
     message = ours.receive()
     if message is None:
         os._exit(0)
+    message["zygote"] = parent  # it adopts orphans
     if message["coverage"] is not None:
         coverage_data.start(message["coverage"])
     sys.argv = message["argv"]

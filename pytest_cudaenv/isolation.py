@@ -124,15 +124,18 @@ class Isolation:
         return Interpreters(self.environ, str(self.pytest_session.config.invocation_params.dir))
 
     def _replace_source(self) -> None:
-        """Once the zygote has died: device processes are fresh interpreters from now on.
+        """Once the zygote, or the keeper, has died: device processes are fresh interpreters from now on.
 
         Not forks of another zygote: this process has run tests since, and what they have set up is not to be torn down
         once in each fork.
         """
-        how = death(self.source.close())
+        text = f"the {self.source.name} {death(self.source.close())}, and its device process with it"
+        if self.is_fresh:
+            text += ": another one takes its place"
+        else:
+            text += ": device processes are fresh interpreters from now on, which import everything again"
         self.source = self._interpreters()
-        text = f"the zygote {how}, and its device process with it: device processes are fresh interpreters from now on"
-        self.session.warn(f"[no-fork] {text}, which import everything again")
+        self.session.warn(f"[no-fork] {text}")
 
     # In the zygote and in device processes ---------------------------------------------------------------------
 

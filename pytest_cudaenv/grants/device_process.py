@@ -100,7 +100,7 @@ class DeviceProcess:
         for name, value in order["environ"].items():
             os.environ[name] = value
         become(order["id"])
-        self.family = Family(order["tag"], order.get("zygote"))
+        self.family = Family(order["tag"], order["zygote"])
         config = self.session.config
         self._leave_remains(config)
         logging = config.pluginmanager.get_plugin("logging-plugin")  # its live log begins anew with each test

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pytest_cudaenv.grants.grant import TAG
-from pytest_cudaenv.grants.holders import held
 
 PATIENCE = 0.5
 """Seconds in which what a test has left may end by itself, as workers do whose pool is gone."""
@@ -148,11 +147,11 @@ def wait_for(processes: Sequence[Relative], seconds: float) -> list[Relative]:
 class Family:
     """What this device process, and its tests, have started."""
 
-    def __init__(self, tag: str, zygote: int | None) -> None:
+    def __init__(self, tag: str, zygote: int) -> None:
         self.tag = tag
         """`RUN:PROCESS`."""
         self.zygote = zygote
-        """The process that adopts orphans; None where this one does that itself."""
+        """The process that adopts orphans, or the keeper, which does so as well."""
         self._test = 0
         self.accepted: set[Relative] = set()
         """What belongs to the process and to no test, with all below it."""
@@ -180,6 +179,8 @@ class Family:
         """End what the test has left running; (number, command) of each, without its own descendants."""
         if not (left := self._roots()):
             return []
+        from pytest_cudaenv.grants.holders import held  # not above: the keeper of interpreters imports no pytest
+
         gc.collect()  # pools end their workers when they are finalised
         left = wait_for(left, PATIENCE)
         theirs = held(process.pid for process in left)
@@ -207,8 +208,7 @@ class Family:
 
     def _starts(self) -> list[int]:
         mine = children(os.getpid()) if has_children() else []
-        orphans = children(self.zygote) if self.zygote is not None else []
-        return [*mine, *(pid for pid in orphans if pid != os.getpid())]
+        return [*mine, *(pid for pid in children(self.zygote) if pid != os.getpid())]
 
     def _unknown(self) -> list[Relative]:
         starts = self._starts()

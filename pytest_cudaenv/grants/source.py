@@ -43,6 +43,11 @@ class Source(Protocol):
     """Starts device processes. Death is what the kernel says of a process, never the end of its stream."""
 
     @property
+    def name(self) -> str:
+        """What users are told that it is."""
+        ...
+
+    @property
     def has_died(self) -> bool:
         """Whether no more processes can be started, and those that were have been lost."""
         ...

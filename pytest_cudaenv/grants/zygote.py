@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from pytest_cudaenv.grants.family import children, relative, tagged
 from pytest_cudaenv.grants.process import adopt_orphans, die_with_parent, forget_inherited, fork, pause_openmp
@@ -36,6 +37,7 @@ MOST_FILES = 250
 class Zygote:
     """The pytest process's end; a `Source` of device processes."""
 
+    name: ClassVar[str] = "zygote"
     pid: int
     channel: Channel
     children: dict[int, Child] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class Zygote:
             try:
                 forget_inherited()
                 prepare()
-                _Server(theirs, serve, parent).run()
+                Server(theirs, serve, parent).run()
             finally:
                 os._exit(0)
         theirs.close()
@@ -78,7 +80,7 @@ class Zygote:
                     raise OSError(message["refused"])
                 self._note(message)
             self._lose_children()
-            raise OSError("the zygote has died")
+            raise OSError(f"the {self.name} has died")
         except OSError:
             child.close()
             raise
@@ -136,7 +138,7 @@ class Zygote:
         return None
 
 
-class _Server:
+class Server:
     """The zygote's own loop: forks on order, and tells of each process that ended."""
 
     def __init__(self, channel: Channel, serve: Serve, parent: int) -> None:

@@ -1,4 +1,4 @@
-"""A storm: workers, zygotes and device processes of one run, killed with -9 at random moments.
+"""A storm: workers, zygotes (or keepers) and device processes of one run, killed with -9 at random moments.
 
 python -m tests.isolation.storm 200 [SEED]
 """
@@ -126,7 +126,7 @@ def storm(folder: Path, kills: int, seed: int, workers: int = 4) -> Outcome:
 def _kill(run: subprocess.Popen[bytes], kills: int, chance: random.Random, outcome: Outcome) -> set[Process]:
     """Kill until it is enough, or the run has ended; every process of the run that was seen."""
     seen: set[Process] = set()
-    orphaned: set[Process] = set()
+    running: set[Process] = set()
     while run.poll() is None:
         time.sleep(chance.uniform(0.05, 0.25))
         tree = children()
@@ -135,21 +135,20 @@ def _kill(run: subprocess.Popen[bytes], kills: int, chance: random.Random, outco
             zygotes = [zygote for zygote in tree.get(worker[0], []) if tree.get(zygote[0])]
             found["zygote"] += zygotes
             found["device process"] += [process for zygote in zygotes for process in tree[zygote[0]]]
-            if zygotes or worker in orphaned:  # it runs tests: xdist itself fails where it sends the first to the dead
+            if zygotes:
+                running.add(worker)
+            if worker in running:  # xdist itself fails where it sends the first tests to the dead
                 found["worker"].append(worker)
         seen.update(process for processes in found.values() for process in processes)
         if outcome.kills.total() >= kills:
             continue
-        # A worker without its zygote only has errors left to report: it goes next.
-        kind = "worker" if orphaned & set(found["worker"]) else chance.choices(list(found), [2, 1, 7])[0]
+        kind = chance.choices(list(found), [2, 1, 7])[0]
         spared = [one for one in found if found[one] and one not in outcome.kills]
         if spared and 2 * outcome.kills.total() >= kills:
             kind = spared[0]  # a small storm is to hit all kinds as well
-        if not (candidates := [w for w in found[kind] if w in orphaned] or found[kind]):
+        if not found[kind]:
             continue
-        victim = chance.choice(candidates)
-        if kind == "zygote":
-            orphaned.update(worker for worker in found["worker"] if victim in tree.get(worker[0], []))
+        victim = chance.choice(found[kind])
         try:
             os.kill(victim[0], signal.SIGKILL)
             outcome.kills[kind] += 1

@@ -216,20 +216,26 @@ def test_what_a_dead_process_leaves_is_ended(pytester: pytest.Pytester, prelude:
     assert not alive(set(started(pytester).values()))
 
 
+@fresh
 @pytest.mark.parametrize("victim", ["pytest", "zygote"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_nothing_outlives_the_run(pytester: pytest.Pytester, victim: str, number: signal.Signals) -> None:
-    """Whoever is killed while a device process is inside a call that takes no signals."""
-    body = """
+def test_nothing_outlives_the_run(pytester: pytest.Pytester, victim: str, number: signal.Signals, prelude: str) -> None:
+    """Whoever is killed while a device process is inside a call that takes no signals.
+
+    Without the zygote, or the keeper, what has come from a process is found by its environment alone.
+    """
+    unmarked = 'start("bare", "env", "-i", "sleep", "600"); fork("forked"); daemonise("daemon")'
+    body = f"""
     def test_long(cuda_device):
         note("zygote", os.getppid()); note("process", os.getpid())
         start("popen"); daemonise("program", "sleep", "600")
+        {unmarked if victim == "pytest" else ""}
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         note("ready", 0)
         time.sleep(600)
     def test_next(cuda_device): pass
     """
-    pytester.makepyfile(source(body, START))
+    pytester.makepyfile(source(body, START + prelude))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *SIMULATE, "session"]
     process = subprocess.Popen(
         command, cwd=pytester.path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heed_signals
@@ -249,7 +255,8 @@ def test_nothing_outlives_the_run(pytester: pytest.Pytester, victim: str, number
         time.sleep(0.05)
     assert not (left := alive(set(pids.values()))), (left, pids, output)
     if victim == "zygote":
-        assert "device-process-death" in output
+        assert "1 failed, 1 passed" in output
+        assert f"the {'keeper of fresh interpreters' if prelude else 'zygote'} was killed by {number.name}" in output
         assert process.returncode == pytest.ExitCode.TESTS_FAILED
 
 
