@@ -465,6 +465,12 @@ def add_to_junit(config: pytest.Config, report: pytest.TestReport, additions: di
     xml.global_properties += [pair for pair in additions["properties"] if pair not in xml.global_properties]
 
 
+def silence_junit(config: pytest.Config) -> None:
+    """Have junitxml write no file, and go on noting what its fixtures record."""
+    if (xml := _junit(config)) is not None:
+        silence(config, xml)
+
+
 def _junit(config: pytest.Config) -> Any | None:
     from _pytest.junitxml import xml_key
 

@@ -29,8 +29,8 @@ RESET: dict[str, Any] = {
     "numprocesses": None, "maxprocesses": None, "dist": "no", "distload": False, "tx": [], "loadgroup": False,
     "looponfail": False, "lf": False, "failedfirst": False, "newfirst": False, "stepwise": False,
     "stepwise_skip": False, "cacheclear": False, "keyword": "", "markexpr": "", "deselect": None, "collectonly": False,
-    # Files that the pytest process writes.
-    "xmlpath": None, "htmlpath": None, "report_log": None, "json_report": False, "log_file_mode": "a",
+    # Files that the pytest process writes; but for junitxml's, whose fixtures need to know of it.
+    "htmlpath": None, "report_log": None, "json_report": False, "log_file_mode": "a",
 }  # fmt: skip
 """Options that a fresh interpreter does not take from the run."""
 
@@ -114,6 +114,9 @@ class Interpreter:
     def pytest_configure(self, config: pytest.Config) -> None:
         if (reporter := config.pluginmanager.get_plugin("terminalreporter")) is not None:
             compat.silence(config, reporter)
+        compat.silence_junit(config)
+        if self.order["coverage"] is not None and getattr(config.option, "cov_context", None) == "test":
+            config.pluginmanager.register(TestContexts(), "cudaenv-test-contexts")
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         # Here, and not from the session: what plugins deselect is the pytest process's to decide.
@@ -147,3 +150,19 @@ class Interpreter:
         if (item := self.items.get(nodeid)) is None:
             raise LookupError("\n".join(self.errors) or f"{nodeid} was not collected again")
         return item
+
+
+class TestContexts:
+    """What `--cov-context=test` does, by the same names: pytest-cov itself is kept from measuring here.
+
+    https://pytest-cov.readthedocs.io/en/latest/contexts.html
+    """
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        coverage_data.switch_context(f"{item.nodeid}|setup")
+
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        coverage_data.switch_context(f"{item.nodeid}|run")
+
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        coverage_data.switch_context(f"{item.nodeid}|teardown")

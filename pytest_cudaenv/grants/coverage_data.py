@@ -46,6 +46,12 @@ def start(how: dict[str, Any]) -> None:
     coverage.start()
 
 
+def switch_context(name: str) -> None:
+    """Put what is measured from now on down to this context."""
+    if (current := _current()) is not None:
+        current.switch_context(name)
+
+
 def measured() -> str | None:
     """What the coverage of this process has measured, as text; None where none is being measured."""
     current = _current()

@@ -134,6 +134,13 @@ JUNIT = """
     def test_cpu(record_testsuite_property): record_testsuite_property("here", 1)
 """
 
+POISONING = """
+    from concurrent.futures import ThreadPoolExecutor
+    POOL = ThreadPoolExecutor(1)
+    POOL.submit(int).result()
+    def test_cpu_of_it(): pass
+"""
+
 RERUNS = """
     import os, pytest
     os.makedirs("counts", exist_ok=True)

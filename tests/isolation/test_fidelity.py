@@ -229,3 +229,21 @@ def test_outcomes_in_fresh_interpreters(
     assert any("[no-fork]" in line for line in other.lines)
     assert sorted(other.outcomes) == sorted(without.outcomes)
     assert other.ret == without.ret
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_junitxml_from_fresh_interpreters(pytester: pytest.Pytester, level: str) -> None:
+    """The same file, with the attributes and properties that tests record; and the same warnings."""
+    make(pytester, Case(suite=suites.JUNIT, files={"test_poison": suites.POISONING}))
+    runs, texts = [], []
+    for isolation in ("off", level):
+        options = "--junitxml=report.xml -o junit_logging=all -o junit_family=xunit1"  # the other keeps few attributes
+        runs.append(run(pytester, isolation, *options.split()))
+        texts.append(alike((pytester.path / "report.xml").read_text()))
+    assert any("[no-fork]" in line for line in runs[1].lines)
+    for recorded in ('assertions="3"', 'name="kind" value="H100"', 'name="count"', 'name="answer" value="42"'):
+        assert recorded in texts[0]
+    assert texts[1] == texts[0]
+    found = [[r for r in of.of_kind("warning") if "[no-fork]" not in r["text"]] for of in runs]
+    assert found[0] == found[1]
+    assert found[0]

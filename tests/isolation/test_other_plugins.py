@@ -134,6 +134,31 @@ def test_coverage_is_the_same(pytester: pytest.Pytester, config: str, arguments:
     assert in_two_runs[0] == in_two_runs[1] == cover(pytester, "session", *arguments.split())
 
 
+@pytest.mark.parametrize("arguments", ["--cov-context=test", "--cov-context=test -n 2"])
+def test_contexts_are_the_same_from_fresh_interpreters(pytester: pytest.Pytester, arguments: str) -> None:
+    pytester.makepyfile(
+        library="def work(x):\n    if x:\n        return 1\n    return 2\n",
+        test_it="""
+        import library, pytest
+        from concurrent.futures import ThreadPoolExecutor
+        POOL = ThreadPoolExecutor(1)
+        POOL.submit(int).result()
+        @pytest.fixture
+        def worked(cuda_device):
+            library.work(0)
+            yield
+            library.work(1)
+        def test_cpu(): library.work(1)
+        def test_device(cuda_device): library.work(1)
+        def test_fixture(worked): pass
+        """,
+    )
+    found = cover(pytester, "session", *arguments.split())
+    assert found == cover(pytester, "off", *arguments.split())
+    assert "test_it.py::test_fixture|teardown" in str(found)
+    assert "test_it.py::test_device|run" in str(found)
+
+
 def test_html_report_is_the_same(pytester: pytest.Pytester) -> None:
     """Rows, outcomes, captured output, and the extras that a conftest and a fixture add."""
     pytester.makeconftest(
