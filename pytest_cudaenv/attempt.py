@@ -72,7 +72,10 @@ class Attempt:
         self.reports: list[pytest.TestReport] = []
         self._of_others: list[pytest.TestReport] = []
         """Those of teardowns that were left from earlier tests."""
-        self._is_explained = False
+        self._first: list[pytest.TestReport] = []
+        """The first failure of each attempt, as pytest-rerunfailures counts them: these are explained."""
+        self._has_failed = False
+        """Whether the last of these attempts has one."""
         self._held = 0
         """How many of the reports, from the end, are not passed on yet."""
         self._began, self._began_at = time.monotonic(), time.time()
@@ -138,9 +141,11 @@ class Attempt:
             self.deadline = self.latest
             if (seconds := message["deadline"]) is not None:
                 self.deadline = min(time.monotonic() + seconds + GRACE, self.latest or float("inf"))
-        elif "again" in message and self.is_published:
-            self.item.ihook.pytest_runtest_logfinish(nodeid=self.item.nodeid, location=self.item.location)
-            self.item.ihook.pytest_runtest_logstart(nodeid=self.item.nodeid, location=self.item.location)
+        elif "again" in message:
+            self._has_failed = False
+            if self.is_published:
+                self.item.ihook.pytest_runtest_logfinish(nodeid=self.item.nodeid, location=self.item.location)
+                self.item.ihook.pytest_runtest_logstart(nodeid=self.item.nodeid, location=self.item.location)
         elif "report" in message:
             report = config.hook.pytest_report_from_serializable(config=config, data=message["report"])
             if report.nodeid == compat.collected_id(self.item):
@@ -176,32 +181,33 @@ class Attempt:
     def _add(self, report: pytest.TestReport, *, is_final: bool = False) -> None:
         """Keep a report, and pass it on; after a failure that CUDA may explain, not before the test's end."""
         self.reports.append(report)
+        is_failure = str(report.outcome) in ("failed", "rerun") and not any(report is r for r in self._of_others)
+        if is_failure and not self._has_failed:
+            self._has_failed = True
+            self._first.append(report)
         if self._held or (report.outcome == "failed" and not is_final):
             self._held += 1
         else:
-            self._explain()
             self._publish([report])
 
-    def _explain(self) -> None:
-        """End the first failure, before it is passed on, with where Python was, and the line that reproduces it."""
-        failure = self.failure
-        if failure is None or self._is_explained:
-            return
-        self._is_explained = True
-        if self.remains is not None and not self.stacks:
-            self.stacks = stacks_as_shown(self.remains.read("stacks"))
+    def _explain(self, report: pytest.TestReport) -> None:
+        """End a failure, before it is passed on, with where Python was, and the line that reproduces it."""
+        if self.remains is not None:
+            self.stacks = stacks_as_shown(self.remains.read("stacks")) or self.stacks
         if self.stacks:
-            compat.add_section(failure, "Python stack", self.stacks)
+            compat.add_section(report, "Python stack", self.stacks)
         if self.mask is not None:
-            self.session.add_line(self.item, failure, self.mask)
+            self.session.add_line(self.item, report, self.mask)
 
     def flush(self) -> None:
         """Pass on the reports that were held back."""
-        self._explain()
         held, self._held = self.reports[len(self.reports) - self._held :], 0
         self._publish(held)
 
     def _publish(self, reports: Sequence[pytest.TestReport]) -> None:
+        for report in reports:
+            if any(report is first for first in self._first):
+                self._explain(report)
         for report in reports if self.is_published else ():
             self.item.ihook.pytest_runtest_logreport(report=report)
 

@@ -39,9 +39,6 @@ RECORDER = '''
             }
             # How long a test waited for its devices is no behaviour: another worker may hold them, or not.
             data["cudaenv"] = {k: v for k, v in (data["cudaenv"] or {}).items() if k != "waited"}
-            if data["outcome"] == "rerun":
-                # An attempt that is repeated ends with the line that reproduces it in the pytest process alone.
-                data["longreprtext"] = data["longreprtext"].partition(" Reproduce (seed")[0].rstrip("- \\n")
             write(self.config, "report", **data, keywords=sorted(report.keywords), timed=report.duration >= 0,
                   ordered=report.stop >= report.start)
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.isolation.comparing import run
+
 SIMULATE = ("--cuda-simulate", "h100:2", "--cuda-isolation", "session")
 
 
@@ -47,6 +49,25 @@ def test_reruns_survive_a_death(pytester: pytest.Pytester, workers: tuple[str, .
     result = pytester.runpytest_subprocess(*SIMULATE, *workers)
     assert result.parseoutcomes() == {"passed": 2, "failed": 1, "rerun": 3}
     assert (pytester.path / "always").read_text() == "xx"
+
+
+def test_each_repeated_attempt_has_its_line(pytester: pytest.Pytester) -> None:
+    """Also one that ended with its process, after others in the same one; and the stack, where there is one."""
+    pytester.makepyfile(
+        """
+        import os, pytest, signal
+        @pytest.mark.flaky(reruns=3)
+        def test_it(cuda_device):
+            with open("times", "a") as file: file.write("x")
+            if os.path.getsize("times") == 3: os.abort()
+            assert 0
+        """
+    )
+    reports = run(pytester, "session", plugins=("rerunfailures",)).of_kind("report")
+    texts = [report["longreprtext"] for report in reports if report["outcome"] in ("failed", "rerun")]
+    assert [text.count(" Reproduce (seed ") for text in texts] == [1, 1, 1, 1]
+    assert ["was killed by SIGABRT during call" in text for text in texts] == [False, False, True, False]
+    assert ["- Python stack -" in text for text in texts] == [False, False, True, False]
 
 
 @pytest.mark.parametrize("arguments", [("-p", "randomly"), ("-p", "randomly", "-n", "2")], ids=["plain", "xdist"])
