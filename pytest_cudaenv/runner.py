@@ -120,9 +120,10 @@ class Runner:
             record["idle"] = True
             if self.session.settings.strict:
                 report.outcome = "failed"
-                report.longrepr = (
+                report.longrepr = compat.failure_of(
                     f"[{IDLE}] needs to use CUDA, as it asks for a device; have neither an allocation nor a context. "
-                    "Let the test compute on its device, or take away its requirement (--cuda-strict)"
+                    "Let the test compute on its device, or take away its requirement (--cuda-strict)",
+                    report.location,
                 )
 
     def _told(self, plan: Plan) -> dict[str, Any]:
