@@ -139,6 +139,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
             state.bookkeeping.start([item.nodeid for item in session.items])
         state.start_isolation(session)
         state.start_unmarked(session)
+        state.start_watching()
         return (yield)
     finally:
         state.end_isolation()
@@ -153,6 +154,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         return True
     if session.unmarked is not None:
         session.unmarked.begin(item)
+    session.before(item)
     return None
 
 
