@@ -31,8 +31,8 @@ class Observer(ABC):
         Until `wider_ends`; such blocks may be nested.
         """
 
-    def wider_ends(self) -> None:  # noqa: B027
-        """The end of that."""
+    def wider_ends(self, fixture: str, *, is_over: bool) -> None:  # noqa: B027
+        """The end of that: the fixture in words, and whether it was torn down."""
 
     def call(self, item: pytest.Item) -> None:  # noqa: B027
         """The test's fixtures are there; its body is next."""
@@ -67,9 +67,9 @@ class Observers:
         for observer in self.observers:
             observer.wider_begins()
 
-    def wider_ends(self) -> None:
+    def wider_ends(self, fixture: str = "", *, is_over: bool = False) -> None:
         for observer in reversed(self.observers):
-            observer.wider_ends()
+            observer.wider_ends(fixture, is_over=is_over)
 
     def begin(self, item: pytest.Item, plan: Plan, grant: Grant) -> None:
         self._watched = item

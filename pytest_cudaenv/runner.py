@@ -23,6 +23,7 @@ from pytest_cudaenv.plan import Plan, expect_failure, matching_bad_cell
 from pytest_cudaenv.requirements.reason import Reason
 from pytest_cudaenv.requirements.requirement import Requirement
 from pytest_cudaenv.session import BREACH, PLAN, RAN_ON, REASONS
+from pytest_cudaenv.torch_memory import MemoryObserver
 from pytest_cudaenv.torch_state import StateObserver
 from pytest_cudaenv.unmarked import Use, use_of_cuda
 from pytest_cudaenv.wider_fixtures import watch_wider_fixtures
@@ -44,7 +45,7 @@ class Runner:
         """The grant that session-scoped device fixtures were built with."""
         self._needs: dict[tuple[Requirement, tuple[tuple[str, Requirement], ...]], dict[str, Any]] = {}
         self._root: tuple[Any, pytest.FixtureRequest] | None = None
-        self.observers = Observers((StateObserver(),), strict=session.settings.strict)
+        self.observers = Observers((StateObserver(), MemoryObserver()), strict=session.settings.strict)
         watch_wider_fixtures(session.config, self.observers)
 
     def before(self, plan: Plan, item: pytest.Item) -> None:

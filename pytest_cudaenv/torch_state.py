@@ -44,7 +44,7 @@ class StateObserver(Observer):
     def wider_begins(self) -> None:
         self.guard.wider_begins()
 
-    def wider_ends(self) -> None:
+    def wider_ends(self, fixture: str, *, is_over: bool) -> None:
         self.guard.wider_ends()
 
     def note(

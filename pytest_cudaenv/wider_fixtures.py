@@ -32,7 +32,7 @@ class WiderFixtures:
         try:
             return (yield)
         finally:
-            self.observers.wider_ends()
+            self.observers.wider_ends(_in_words(fixturedef))
             # Finalizers run last in, first out: this one is the beginning of the fixture's own teardown.
             compat.add_finalizer(fixturedef, lambda: self._begin_ending(fixturedef))
 
@@ -44,7 +44,7 @@ class WiderFixtures:
     def pytest_fixture_post_finalizer(self, fixturedef: Any) -> None:
         if id(fixturedef) in self._ending:
             self._ending.discard(id(fixturedef))
-            self.observers.wider_ends()
+            self.observers.wider_ends(_in_words(fixturedef), is_over=True)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_make_collect_report(self) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
@@ -53,6 +53,10 @@ class WiderFixtures:
             return (yield)
         finally:
             self.observers.wider_ends()
+
+
+def _in_words(fixturedef: Any) -> str:
+    return f"{fixturedef.scope}-scoped fixture {fixturedef.argname}"
 
 
 def watch_wider_fixtures(config: pytest.Config, observers: Observers) -> None:
