@@ -122,6 +122,8 @@ class MemoryObserver(Observer):
                 if (oom := oom_in(error)) is not None:
                     compat.add_section(report, f"[{OOM}] the allocator", self.allocator.summary())
                     yield oom_finding(oom)
+        if report.when == "teardown":
+            self._errors.clear()
         if self._meter is None:
             return
         if record.get("memory") is not None:
