@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     attn_backends: NamedMark
     cuda_isolated: NamedMark
+    cuda_memory: NamedMark
     dtypes: NamedMark
     requires_attn_backend: NamedMark
     requires_bf16: NamedMark
@@ -50,6 +51,7 @@ __all__ = [
     "__version__",
     "attn_backends",
     "cuda_isolated",
+    "cuda_memory",
     "current",
     "device_process",
     "dtypes",

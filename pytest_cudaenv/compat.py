@@ -181,6 +181,14 @@ def finish_fixture(definition: Any, request: pytest.FixtureRequest) -> None:
     definition.finish(request)
 
 
+def add_finalizer(definition: Any, finalizer: Callable[[], object]) -> None:
+    """Have this called when a fixture that has just been set up is torn down, before its own teardown.
+
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/fixtures.py (FixtureDef.addfinalizer, finish)
+    """
+    definition.addfinalizer(finalizer)
+
+
 def mute(config: pytest.Config, hooks: tuple[str, ...], keep: tuple[object, ...]) -> None:
     """Take every plugin but `keep` off these hooks, for the rest of the process.
 

@@ -28,6 +28,8 @@ MARKER_LINES = (
     "dtypes(*names, exclude=()): the dtypes of this test's cells",
     "xfail_cells(attn_backend=None, dtype=None, capability=None, reason='', issue='', until=None): cells that are "
     "known to fail; past the date `until` the test fails",
+    "cuda_memory(peak=None, leak=None): the most device memory ('2GiB') that the test may use at once, and keep after "
+    "its end ('0': none)",
     "cuda: added to every test that asks for a device, however it asked",
     "multi_gpu: added to every test that needs two devices or more",
 )
@@ -41,7 +43,7 @@ MARKERS = frozenset(line.partition("(")[0] for line in MARKER_LINES if "(" in li
 DIST = "cuda"
 """What `--dist` is given for this plugin's scheduler."""
 
-NEEDS_DEVICE = frozenset({"cuda_device", "cuda_devices"})
+NEEDS_DEVICE = frozenset({"cuda_device", "cuda_devices", "cuda_memory"})
 """Fixtures that a test cannot have without a device."""
 
 TAKES_DEVICE = frozenset({"device", "cell", "attn_backend", "mixed_precision"})

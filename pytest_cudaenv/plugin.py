@@ -22,11 +22,20 @@ from pytest_cudaenv.fixtures.devices import (
     device,
     mixed_precision,
 )
+from pytest_cudaenv.fixtures.verdict import cuda_memory
 from pytest_cudaenv.names import DIST, MARKER_LINES
 from pytest_cudaenv.options import SWITCH, add_options
 from pytest_cudaenv.session import CHECK_INHERITED, NVML_CHECK, SESSION, CudaSession
 
-__all__ = ["cuda_device", "cuda_devices", "cuda_process_id", "cudaenv_grant", "device", "mixed_precision"]
+__all__ = [
+    "cuda_device",
+    "cuda_devices",
+    "cuda_memory",
+    "cuda_process_id",
+    "cudaenv_grant",
+    "device",
+    "mixed_precision",
+]
 
 CELL_NAMES = frozenset({"attn_backend", "dtype"})
 
@@ -139,6 +148,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
             state.bookkeeping.start([item.nodeid for item in session.items])
         state.start_isolation(session)
         state.start_unmarked(session)
+        state.start_watching()
         return (yield)
     finally:
         state.end_isolation()
@@ -153,6 +163,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         return True
     if session.unmarked is not None:
         session.unmarked.begin(item)
+    session.before(item)
     return None
 
 

@@ -23,7 +23,10 @@ from pytest_cudaenv.plan import Plan, expect_failure, matching_bad_cell
 from pytest_cudaenv.requirements.reason import Reason
 from pytest_cudaenv.requirements.requirement import Requirement
 from pytest_cudaenv.session import BREACH, PLAN, RAN_ON, REASONS
+from pytest_cudaenv.torch_memory import MemoryObserver
+from pytest_cudaenv.torch_state import StateObserver
 from pytest_cudaenv.unmarked import Use, use_of_cuda
+from pytest_cudaenv.wider_fixtures import watch_wider_fixtures
 
 if TYPE_CHECKING:
     from pytest_cudaenv.session import CudaSession
@@ -42,7 +45,13 @@ class Runner:
         """The grant that session-scoped device fixtures were built with."""
         self._needs: dict[tuple[Requirement, tuple[tuple[str, Requirement], ...]], dict[str, Any]] = {}
         self._root: tuple[Any, pytest.FixtureRequest] | None = None
-        self.observers = Observers((), strict=session.settings.strict)
+        self.observers = Observers((StateObserver(), MemoryObserver()), strict=session.settings.strict)
+        watch_wider_fixtures(session.config, self.observers)
+
+    def before(self, plan: Plan, item: pytest.Item) -> None:
+        """Before a test of this process, and before any hook of it."""
+        if plan.is_seeded:
+            self.observers.before(item)
 
     def set_up(self, item: pytest.Item, plan: Plan) -> None:
         """Before a test's fixtures: skip it with its reasons, or give it its grant and seed."""
@@ -56,12 +65,12 @@ class Runner:
             expect_failure(item, known, datetime.date.today())
         if plan.requirement.asks_for_device:
             item.stash[RAN_ON] = grant.ran_on
-        self.seed(item, plan)
         if plan.requirement.asks_for_device:
             refuse = functools.partial(self._refuse, item)
             enter(Current(item.nodeid, grant, seed_of(item, self.session_seed), refuse))
         if plan.is_seeded:
             self.observers.begin(item, plan, grant)
+        self.seed(item, plan)
 
     def call(self, item: pytest.Item, plan: Plan) -> None:
         """Before a test's body: fixtures that only the first test of a module sets up have used the numbers since."""

@@ -505,6 +505,16 @@ class CudaSession:
         if getattr(self.config, "workerinput", {}).get(CHECK_INHERITED):
             os.environ.pop(NVML_CHECK, None)
 
+    def start_watching(self) -> None:
+        """Before the first test of this process: what the suite has set until now is known, and is its own."""
+        if self.planned and not self.only_collects:
+            _ = self.runner
+
+    def before(self, item: pytest.Item) -> None:
+        """Before a test that runs in this process, and before any hook of it."""
+        if (plan := item.stash.get(PLAN, None)) is not None:
+            self.runner.before(plan, item)
+
     def set_up(self, item: pytest.Item) -> None:
         """Before a test's fixtures: skip it with its reasons, or give it its grant and seed."""
         if (wrong := item.stash.get(WRONG, None)) is not None:

@@ -45,7 +45,23 @@ class KnownBadCell:
     until: datetime.date | None
 
 
-Declaration: TypeAlias = "Requirement | Axis | KnownBadCell"
+@dataclass(frozen=True)
+class MemoryLimit:
+    """What a test may take and keep of each device's memory, in bytes; None: nothing is said."""
+
+    peak: int | None = None
+    leak: int | None = None
+
+    def merged(self, wider: MemoryLimit) -> MemoryLimit:
+        """This one, with what a marker further out says where this says nothing."""
+        return MemoryLimit(
+            wider.peak if self.peak is None else self.peak, wider.leak if self.leak is None else self.leak
+        )
+
+
+NO_LIMIT = MemoryLimit()
+
+Declaration: TypeAlias = "Requirement | Axis | KnownBadCell | MemoryLimit"
 
 
 def requires_cuda(
@@ -221,6 +237,24 @@ def xfail_cells(
     )
 
 
+def cuda_memory(peak: int | str | None = None, leak: int | str | None = None) -> MemoryLimit:
+    """The most device memory that the test may use at once, and keep after its end ("0": none)."""
+    if peak is None and leak is None:
+        raise ValueError('say how much: peak="2GiB" or leak="0"')
+    return MemoryLimit(_amount(peak, "peak"), _amount(leak, "leak"))
+
+
+def _amount(value: int | str | None, argument: str) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, bool) and str(value).strip() == "0":
+        return 0
+    try:
+        return parse_memory(value)
+    except ValueError as error:
+        raise ValueError(str(error).replace("memory=", f"{argument}=", 1)) from None
+
+
 MARKERS: dict[str, Callable[..., Declaration]] = {
     function.__name__: function
     for function in (
@@ -243,6 +277,7 @@ MARKERS: dict[str, Callable[..., Declaration]] = {
         attn_backends,
         dtypes,
         xfail_cells,
+        cuda_memory,
     )
 }
 """Marker name -> its signature, which validates the arguments and returns what they declare."""
