@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pytest_cudaenv.requirements.attention import AttnBackend as AttnBackend
 
     attn_backends: NamedMark
+    attn_sdpa_kernel: NamedMark
     cuda_isolated: NamedMark
     dtypes: NamedMark
     requires_attn_backend: NamedMark
@@ -49,6 +50,7 @@ __all__ = [
     "OwnProcess",
     "__version__",
     "attn_backends",
+    "attn_sdpa_kernel",
     "cuda_isolated",
     "current",
     "device_process",

@@ -24,6 +24,7 @@ from pytest_cudaenv.requirements.reason import Reason
 from pytest_cudaenv.requirements.requirement import Requirement
 from pytest_cudaenv.session import BREACH, PLAN, RAN_ON, REASONS
 from pytest_cudaenv.unmarked import Use, use_of_cuda
+from pytest_cudaenv.witnessing import WitnessObserver
 
 if TYPE_CHECKING:
     from pytest_cudaenv.session import CudaSession
@@ -42,7 +43,7 @@ class Runner:
         """The grant that session-scoped device fixtures were built with."""
         self._needs: dict[tuple[Requirement, tuple[tuple[str, Requirement], ...]], dict[str, Any]] = {}
         self._root: tuple[Any, pytest.FixtureRequest] | None = None
-        self.observers = Observers((), strict=session.settings.strict)
+        self.observers = Observers((WitnessObserver(),), strict=session.settings.strict)
 
     def set_up(self, item: pytest.Item, plan: Plan) -> None:
         """Before a test's fixtures: skip it with its reasons, or give it its grant and seed."""
@@ -60,7 +61,7 @@ class Runner:
         if plan.requirement.asks_for_device:
             refuse = functools.partial(self._refuse, item)
             enter(Current(item.nodeid, grant, seed_of(item, self.session_seed), refuse))
-        if plan.is_seeded:
+        if plan.is_watched:
             self.observers.begin(item, plan, grant)
 
     def call(self, item: pytest.Item, plan: Plan) -> None:

@@ -154,4 +154,6 @@ def _watched_modules() -> tuple[str, ...]:
     from pytest_cudaenv.verdict.attention_ops import entry_points
     from pytest_cudaenv.verdict.attention_taps import FLASH_UTILS, MODELING
 
+    if "torch" not in sys.modules:
+        return ("torch", MODELING, FLASH_UTILS)  # its submodules come before it is complete
     return (MODELING, FLASH_UTILS, *dict.fromkeys(module for module, _, _ in entry_points()))

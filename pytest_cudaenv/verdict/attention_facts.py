@@ -108,7 +108,9 @@ def _of_flex(given: Mapping[str, Any]) -> Facts:
         from torch.nn.attention.flex_attention import create_mask
 
         with torch.no_grad():
-            dense = create_mask(block.mask_mod, shape[0], shape[1], shape[-2], shape[-1], device=str(block.kv_indices.device))
+            dense = create_mask(
+                block.mask_mod, shape[0], shape[1], shape[-2], shape[-1], device=str(block.kv_indices.device)
+            )
         facts |= mask_facts(dense)
     return facts
 

@@ -92,7 +92,12 @@ ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     ),
     "flash_attention_3": tuple(
         f"flash_attn_interface:{name}"
-        for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "flash_attn_qkvpacked_func")
+        for name in (
+            "flash_attn_func",
+            "flash_attn_varlen_func",
+            "flash_attn_with_kvcache",
+            "flash_attn_qkvpacked_func",
+        )
     ),
     "flash_attention_4": tuple(
         f"{module}:{name}"
@@ -139,6 +144,8 @@ def canonical(name: str) -> str:
     A Hub kernel that stands in for no backend is its repository; what nobody knows is as it is.
     """
     name = name.removeprefix("paged|")
+    if name == "eager" or name in ENTRY_POINTS:
+        return name
     repo = re.split("[@:]", name, maxsplit=1)[0]
     for backend in registered():
         if repo == backend or repo in stand_ins(backend):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 from pytest_cudaenv.requirements.attention import registered
@@ -64,7 +65,7 @@ def _asked_around(module: Any) -> str | None:
     and so says for itself. The models are found on the stack: there is no way from a module to its parent.
     """
     config = getattr(module, "config", None)
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "_call_impl" and (owner := frame.f_locals.get("self")) is not module:
             around = getattr(owner, "config", None)
@@ -73,7 +74,7 @@ def _asked_around(module: Any) -> str | None:
                     return None
                 asked = getattr(around, "_attn_implementation", None)
                 return canonical(asked) if isinstance(asked, str) else None
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 
@@ -106,7 +107,8 @@ def judge(
         if backend != "eager" and not can_be_seen(backend):
             continue
         remedy = "Run the cell's model in the test's own process, with the cell's backend"
-        found.append(Finding(UNSEEN, f"needs {backend}, which the cell names; have {seen or 'no call of attention'}", remedy))
+        text = f"needs {backend}, which the cell names; have {seen or 'no call of attention'}"
+        found.append(Finding(UNSEEN, text, remedy))
     return found
 
 

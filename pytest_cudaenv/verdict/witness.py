@@ -20,7 +20,7 @@ from pytest_cudaenv.verdict.attention_taps import NOTHING_KNOWN, OpenCall, Recor
 from pytest_cudaenv.verdict.sdpa_choice import SdpaCall
 from pytest_cudaenv.verdict.seen import Call, Module, Seen, WitnessError
 
-__all__ = ["Call", "Module", "Seen", "Watch", "WitnessError", "compiled_frames", "watch"]
+__all__ = ["Call", "Module", "Seen", "Watch", "Witness", "WitnessError", "compiled_frames", "watch"]
 
 
 def watch(model: Any = None) -> Watch:
@@ -61,6 +61,28 @@ class Watch:
         self.recorder.forget()
 
 
+class Witness:
+    """What the fixture `attn_witness` is: a watch over the whole test, from which one makes narrower ones."""
+
+    def __init__(self) -> None:
+        self._watch = Watch()
+
+    def __enter__(self) -> Witness:
+        self._watch.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._watch.__exit__(*error)
+
+    def __call__(self, model: Any = None) -> Watch:
+        """A watch over one block, and over one model where it is given."""
+        return Watch(model)
+
+    def __getattr__(self, name: str) -> Any:
+        """As of what the whole test has done: `calls`, `backends`, `assert_ran` …"""
+        return getattr(self._watch.seen, name)
+
+
 class _Detailed(Recorder):
     """Keeps each call with its module and what reached it."""
 
@@ -86,7 +108,7 @@ class _Detailed(Recorder):
     def look(self) -> tuple[list[Call], list[Module], bool]:
         """What was seen by now."""
         modules = [
-            Module(label, names[id(module)], id(module) in self._called, calls_attention(type(module)))
+            Module(label, names[id(module)], id(module) in self._called, _calls_attention(module))
             for root, label, names in self._roots.values()
             for module in root.modules()
             if id(module) in names
@@ -214,6 +236,11 @@ _CALLS_ATTENTION = {
 }
 
 
+def _calls_attention(module: Any) -> bool:
+    module_class: Any = type(module)
+    return calls_attention(module_class)
+
+
 @functools.lru_cache(maxsize=4096)
 def calls_attention(module_class: type) -> bool:
     """Whether a module's own forward calls attention, by the names in its code."""
@@ -226,7 +253,7 @@ def _mode_class() -> Any:
     """The dispatch mode; made once torch is there to derive it from."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class WitnessMode(TorchDispatchMode):
+    class WitnessMode(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         """Tells the recorder each attention operator, and changes nothing."""
 
         supports_higher_order_operators = True
