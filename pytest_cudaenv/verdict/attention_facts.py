@@ -65,10 +65,22 @@ def _of_sdpa(given: Mapping[str, Any]) -> Facts:
     facts = _sizes(query, key, -3, -2)
     facts |= {"scale": given.get("scale"), "dropout": given.get("dropout_p", 0.0), "softcap": None, "sinks": False}
     facts["mask"] = None if mask is None else f"{str(mask.dtype).removeprefix('torch.')} {tuple(mask.shape)}"
+    facts |= _autocast(query)
     facts["grouped"] = bool(given.get("enable_gqa", False))
     if mask is None:
         return {**facts, "causal": causal, "window": None}
     return {**facts, **mask_facts(mask), **({"causal": True} if causal else {})}
+
+
+def _autocast(query: Any) -> dict[str, str]:
+    """The dtype in which sdpa computes under autocast, which casts behind the entry point."""
+    import torch
+
+    if not isinstance(query, torch.Tensor) or not query.is_floating_point() or query.dtype == torch.float64:
+        return {}
+    if not torch.is_autocast_enabled(query.device.type):
+        return {}
+    return {"dtype": str(torch.get_autocast_dtype(query.device.type)).removeprefix("torch.")}
 
 
 def _of_flash(given: Mapping[str, Any]) -> Facts:
@@ -137,8 +149,8 @@ def _names(function: Callable[..., Any], argument: str) -> bool:
 def mask_facts(mask: Any) -> dict[str, Any]:
     """What a mask (…, queries, keys), boolean or additive, lets through: whether it is causal, and its window.
 
-    The last query is taken to stand at the last key. Rows that see everything, as transformers makes them where a row
-    is all padding, say nothing. Reads the mask's values, so nothing is said while a CUDA graph is captured.
+    The last query is taken to stand at the last key. A row of padding may see everything (transformers makes it
+    so, that its softmax is a number): one whose own key no other row sees says nothing. Reads the mask's values, so nothing is said while a CUDA graph is captured.
     """
     import torch
 
@@ -149,9 +161,10 @@ def mask_facts(mask: Any) -> dict[str, Any]:
         queries, keys = allowed.shape[-2:]
         rows = torch.arange(keys - queries, keys, device=mask.device)
         distance = rows[:, None] - torch.arange(keys, device=mask.device)[None, :]
-        is_last = rows[:, None] >= keys - 1
-        empty = allowed.all(-1, keepdim=True) & ~is_last
-        seen = (allowed & (~empty | empty.all())).reshape(-1, queries, keys).any(0)
+        sees_all = allowed.all(-1, keepdim=True)
+        others_see = (allowed & ~sees_all).any(-2)[..., rows]
+        is_padding = sees_all & ~sees_all.all() & ~others_see[..., None] & (rows[:, None] < keys - 1)
+        seen = (allowed & ~is_padding).reshape(-1, queries, keys).any(0)
         if not bool(seen.any()):
             return {}
         reach = int(distance[seen].max()) + 1

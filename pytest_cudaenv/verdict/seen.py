@@ -167,14 +167,14 @@ class Seen:
         ]
 
     def _hint(self, in_: str | None) -> str:
-        if self.has_compiled:
-            return ": of code that torch.compile has compiled only fused operators are seen, without their modules"
         idle = [name for name in self.idle if _is_in(name, in_)]
         if idle:
             return f": {', '.join(idle[:4])}{' …' if len(idle) > 4 else ''} did not run"
         if self.calls:
             names = dict.fromkeys(str(call.module) for call in self.calls if call.module)
             return f": calls were seen in {', '.join(list(names)[:4])}{' …' if len(names) > 4 else ''}"
+        if self.has_compiled:
+            return ": of code that torch.compile has compiled only fused operators are seen, without their modules"
         return ""
 
 

@@ -32,7 +32,7 @@ def compiled_frames() -> int:
     """How much torch.compile has compiled in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
     counters = getattr(utils, "counters", None)
-    return 0 if counters is None else int(counters["frames"]["ok"])
+    return 0 if counters is None else int(counters["frames"]["ok"]) + int(counters["stats"]["unique_graphs"])
 
 
 class Watch:
@@ -108,7 +108,9 @@ class _Detailed(Recorder):
     def look(self) -> tuple[list[Call], list[Module], bool]:
         """What was seen by now."""
         modules = [
-            Module(label, names[id(module)], id(module) in self._called, _calls_attention(module))
+            Module(
+                label, names[id(module)] or type(module).__name__, id(module) in self._called, _calls_attention(module)
+            )
             for root, label, names in self._roots.values()
             for module in root.modules()
             if id(module) in names

@@ -112,12 +112,13 @@ def test_a_masks_window_and_causality(
     if is_causal:
         allowed &= distance >= 0
     if window is not None:
-        allowed &= distance < window
+        allowed &= (distance if is_causal else distance.abs()) < window
     batch = allowed.expand(2, 1, queries, keys).clone()
+    padding = min(padding, queries - 1)
     if is_causal and past == 0:
         batch[0, :, :, :padding] = False
         batch[0, :, :padding] = True
     mask = batch if is_boolean else torch.zeros(batch.shape).masked_fill(~batch, torch.finfo(torch.float32).min)
     facts = mask_facts(mask)
-    assert facts["causal"] is is_causal
+    assert facts["causal"] is (is_causal or window == 1)
     assert facts["window"] == (window if window is not None and window < keys else None)
