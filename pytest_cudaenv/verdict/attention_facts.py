@@ -150,7 +150,8 @@ def mask_facts(mask: Any) -> dict[str, Any]:
     """What a mask (…, queries, keys), boolean or additive, lets through: whether it is causal, and its window.
 
     The last query is taken to stand at the last key. A row of padding may see everything (transformers makes it
-    so, that its softmax is a number): one whose own key no other row sees says nothing. Reads the mask's values, so nothing is said while a CUDA graph is captured.
+    so, that its softmax is a number): one whose own key no other row sees says nothing. Reads the mask's values, so
+    nothing is said while a CUDA graph is captured.
     """
     import torch
 

@@ -104,7 +104,7 @@ class Taps:
         """id of a function -> its wrap, the same one each time: code compiled under a wrap stays valid."""
         self._interfaces: dict[tuple[int, str], Callable[..., Any]] = {}
         self._places: list[tuple[ModuleType, str, Any]] = []
-        self._replaced: set[tuple[int, str]] = set()
+        self._replaced: dict[tuple[int, str], Any] = {}
         self._scanned = -1
 
     def install(self) -> None:
@@ -138,7 +138,7 @@ class Taps:
     def _replace(self, owner: Any, name: str, wrap: Any) -> None:
         if (id(owner), name) in self._replaced:
             return
-        self._replaced.add((id(owner), name))
+        self._replaced[id(owner), name] = wrap
         # An attribute of a class may be inherited: then it is taken away again.
         own = vars(owner).get(name)
 
@@ -158,16 +158,16 @@ class Taps:
 
         Looked for again only when modules were imported or an entry point was replaced.
         """
-        points: dict[str, dict[int, str]] = {}
-        for place, name, backend in entry_points():
-            function = getattr(sys.modules.get(place), name, None)
-            if callable(function):
-                points.setdefault(name, {}).setdefault(id(itself(function)), backend)
         known = all(
             getattr(module, name, None) in (wrap, getattr(wrap, ORIGINAL)) for module, name, wrap in self._places
         )
         if not self.is_behind() and known:
             return
+        points: dict[str, dict[int, str]] = {}
+        for place, name, backend in entry_points():
+            function = getattr(sys.modules.get(place), name, None)
+            if callable(function):
+                points.setdefault(name, {}).setdefault(id(itself(function)), backend)
         self._scanned = len(sys.modules)
         self._places = []
         for module in list(sys.modules.values()):
@@ -179,8 +179,8 @@ class Taps:
                 backend_of = functions.get(id(itself(function)))
                 if function is None or backend_of is None:
                     continue
-                is_wrapped = (id(module), name) in self._replaced
-                self._places.append((module, name, function if is_wrapped else self._entry(function, backend_of)))
+                wrap = self._replaced.get((id(module), name)) or self._entry(function, backend_of)
+                self._places.append((module, name, wrap))
 
     def _wrapped(self, function: Any, make: Callable[[Any], Any]) -> Any:
         wrap = self._wraps.get(id(function))

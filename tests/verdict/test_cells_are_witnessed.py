@@ -16,7 +16,6 @@ import pytest_cudaenv.runner
 import pytest_cudaenv.verdict.cell_witness
 import pytest_cudaenv.verdict.witness  # noqa: F401
 from tests.inner_runs import forget_outer_run
-from tests.verdict import tiny_models
 
 HEAD = """
     import pytest, torch
@@ -289,8 +288,12 @@ def test_nothing_is_left_behind(pytester: pytest.Pytester) -> None:
     from transformers.modeling_utils import AttentionInterface
 
     before = (torch.nn.functional.scaled_dot_product_attention, AttentionInterface.get_interface, list(sys.meta_path))
-    body = "\n    @attn_backends('sdpa')\n    @dtypes('fp32')\n    def test_it(cell): cell.build(LlamaForCausalLM, CONFIG)(tiny.IDS)\n"
+    body = """
+    @attn_backends("sdpa")
+    @dtypes("fp32")
+    def test_it(cell):
+        cell.build(LlamaForCausalLM, CONFIG)(tiny.IDS)
+    """
     run(pytester, body).assert_outcomes(passed=1)
     after = (torch.nn.functional.scaled_dot_product_attention, AttentionInterface.get_interface, list(sys.meta_path))
     assert after == before
-    assert tiny_models.llama("sdpa") is not None

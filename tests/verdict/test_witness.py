@@ -201,7 +201,7 @@ def test_flash_attention_is_told_by_the_function_that_ran(monkeypatch: pytest.Mo
             tiny.run(model)
         ran[backend] = seen
     ran["flash_attention_2"].assert_ran("flash_attention_2", causal=True)
-    with pytest.raises(WitnessError, match="needs flash_attention_3 .* have flash_attention_2 in"):
+    with pytest.raises(WitnessError, match=r"needs flash_attention_3 .* have flash_attention_2 in"):
         ran["flash_attention_3"].assert_ran("flash_attention_3")
 
 
