@@ -35,6 +35,9 @@ _SDPA_KERNELS = {
     "aten::_scaled_dot_product_attention_math_for_mps": "math",
 }
 
+_NATIVE = {"aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"}
+"""The fast path of torch's own modules, which chooses inside and does not say what."""
+
 _FLEX = {"flex_attention": False, "flex_attention_backward": True}
 
 # `flash_attn`, `flash_attn_3`, and of Hub kernels `_flash_attn2_1a2b3c`, `_vllm_flash_attn3_1a2b3c`. A digit that a
@@ -60,6 +63,8 @@ def operator_of(name: str, own: Iterable[tuple[str, str]] = ()) -> Operator | No
             return Operator(backend, is_backward=_is_backward(name))
     if name in _FLEX:
         return Operator("flex_attention", is_backward=_FLEX[name])
+    if name in _NATIVE:
+        return Operator("native_mha")
     space, _, operator = name.partition("::")
     if space == "aten":
         kernel = _SDPA_KERNELS.get(name.removesuffix("_backward"))

@@ -31,6 +31,7 @@ from pytest_cudaenv.verdict.attention_ops import Operator, canonical, entry_poin
         ("_flash_attn_3a2b3c4::fwd", Operator("flash_attention_2")),
         ("_vllm_flash_attn3_0c1d::fwd", Operator("flash_attention_3")),
         ("_flash_attn4_20260101::_flash_attn_fwd", Operator("flash_attention_4")),
+        ("aten::_native_multi_head_attention", Operator("native_mha")),
         ("flash_attn_3::get_scheduler_metadata", None),
         ("aten::softmax", None),
         ("aten::_softmax_backward_data", None),

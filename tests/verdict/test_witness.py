@@ -274,6 +274,14 @@ def test_torchs_own_multi_head_attention() -> None:
     seen.assert_ran("sdpa")
 
 
+def test_the_fast_path_of_torchs_encoder_has_a_name_of_its_own() -> None:
+    model = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval()
+    with watch() as seen, torch.inference_mode():
+        model(torch.rand(2, 6, 16))
+    with pytest.raises(WitnessError, match=r"needs sdpa .* have native_mha in TransformerEncoderLayer"):
+        seen.assert_ran("sdpa")
+
+
 def test_autocast() -> None:
     with watch() as seen, torch.autocast("cpu", torch.bfloat16):
         tiny.run(tiny.llama("sdpa"))
