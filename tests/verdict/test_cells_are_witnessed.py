@@ -10,12 +10,15 @@ import pytest
 
 # pytester forgets modules that only an inner run imported: these stay one and the same.
 import torch
-import transformers.models.llama.modeling_llama  # noqa: F401
+from transformers import CLIPVisionConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import pytest_cudaenv.runner
 import pytest_cudaenv.verdict.cell_witness
-import pytest_cudaenv.verdict.witness  # noqa: F401
+import pytest_cudaenv.verdict.witness
+from pytest_cudaenv.verdict.attention_taps import Taps
 from tests.inner_runs import forget_outer_run
+from tests.verdict import tiny_models
 
 HEAD = """
     import pytest, torch
@@ -78,6 +81,35 @@ def test_honest_cells_pass(pytester: pytest.Pytester) -> None:
     told = witnessed(pytester)
     assert told["test_0[sdpa-fp32]"] == {"backends": {"sdpa": 2}}
     assert told["test_1[sdpa-fp32]"] == {"backends": {"eager": 2, "sdpa": 2}}
+
+
+class Part(torch.nn.Module):
+    """A part of a model with a config of its own class, and no model of its own around it."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.config = CLIPVisionConfig()
+        self.config._attn_implementation = backend
+
+    def forward(self, q: Any) -> Any:
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, lambda _, q, *__: (q, None))
+        return attend(self, q, q, q, None)[0]
+
+
+def test_a_part_with_a_config_of_its_own_speaks_for_itself() -> None:
+    """Around it is a model of another config, which asks for another backend: both run what they ask for."""
+    model = torch.nn.Sequential(Part("eager"))
+    model.config, model.base_model_prefix = tiny_models.llama("sdpa").config, "model"
+    recorder = pytest_cudaenv.verdict.cell_witness.CellRecorder()
+    recorder.start(["sdpa"])
+    taps = Taps(recorder)
+    taps.install()
+    try:
+        model(torch.rand(1, 2, 4, 8))
+    finally:
+        taps.remove()
+    assert recorder.counts == {"eager": 1}
+    assert recorder.others == {}
 
 
 LIES = {

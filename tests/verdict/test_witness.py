@@ -126,6 +126,20 @@ def test_another_function_under_the_name_is_unknown(monkeypatch: pytest.MonkeyPa
         seen.assert_ran("sdpa")
 
 
+def test_an_operator_tells_more_than_the_name_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    def eager(module: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> tuple[Any, None]:
+        out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
+        return out.transpose(1, 2), None
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", eager)
+    with watch() as seen, torch.no_grad():
+        tiny.run(tiny.llama("eager"))
+    with pytest.raises(WitnessError, match=r"needs eager .* have sdpa \(flash\) in model\.layers\.0"):
+        seen.assert_ran("eager")
+
+
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "flash_attention_2"])
 def test_a_sliding_window_is_seen_where_it_arrives(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.install_flash(monkeypatch, {"flash_attention_2": tiny.flash_package("flash_attn")})
