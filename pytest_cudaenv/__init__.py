@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pytest_cudaenv.requirements.attention import AttnBackend as AttnBackend
 
     attn_backends: NamedMark
+    attn_sdpa_kernel: NamedMark
     cuda_isolated: NamedMark
     cuda_memory: NamedMark
     dtypes: NamedMark
@@ -50,6 +51,7 @@ __all__ = [
     "OwnProcess",
     "__version__",
     "attn_backends",
+    "attn_sdpa_kernel",
     "cuda_isolated",
     "cuda_memory",
     "current",

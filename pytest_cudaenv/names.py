@@ -26,6 +26,8 @@ MARKER_LINES = (
     "cuda_isolated(): a device process of its own, where --cuda-isolation is not off",
     "attn_backends(*names, exclude=(), model=None): the attention backends of this test's cells",
     "dtypes(*names, exclude=()): the dtypes of this test's cells",
+    "attn_sdpa_kernel(*kernels): sdpa runs these kernels alone while the test's body runs, the first possible one of "
+    "'flash', 'efficient', 'cudnn', 'math'; the test fails where another ran",
     "xfail_cells(attn_backend=None, dtype=None, capability=None, reason='', issue='', until=None): cells that are "
     "known to fail; past the date `until` the test fails",
     "cuda_memory(peak=None, leak=None): the most device memory ('2GiB') that the test may use at once, and keep after "
@@ -49,7 +51,7 @@ NEEDS_DEVICE = frozenset({"cuda_device", "cuda_devices", "cuda_memory"})
 TAKES_DEVICE = frozenset({"device", "cell", "attn_backend", "mixed_precision"})
 """Fixtures that ask for a device where the host has one."""
 
-FIXTURES = NEEDS_DEVICE | TAKES_DEVICE | {"dtype"}
+FIXTURES = NEEDS_DEVICE | TAKES_DEVICE | {"dtype", "attn_witness"}
 
 DTYPES: dict[str, str] = {
     "float64": "fp64",

@@ -14,7 +14,7 @@ from pytest_cudaenv.cells import PACKAGE, CellParameters, axis_of, backend_names
 from pytest_cudaenv.host.devices import CudaDevice
 from pytest_cudaenv.names import FIXTURES, NEEDS_DEVICE, TAKES_DEVICE
 from pytest_cudaenv.requirements import attention
-from pytest_cudaenv.requirements.markers import MARKERS, NO_LIMIT, KnownBadCell, MemoryLimit
+from pytest_cudaenv.requirements.markers import MARKERS, NO_LIMIT, KnownBadCell, MemoryLimit, SdpaKernels
 from pytest_cudaenv.requirements.requirement import Requirement, with_cell
 from pytest_cudaenv.requirements.sizes import version_tuple_fits
 
@@ -31,6 +31,13 @@ class Plan:
     """(`@requires_cuda(devices=2)` or `fixture cuda_device`, what it adds)."""
     known_bad: tuple[KnownBadCell, ...] = ()
     memory: MemoryLimit = NO_LIMIT
+    sdpa_kernels: tuple[str, ...] = ()
+    """The kernels that sdpa may run while the body runs, from the closest mark; empty: any."""
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether observers are told of the test."""
+        return self.is_seeded or bool(self.sdpa_kernels)
 
     @property
     def is_seeded(self) -> bool:
@@ -53,6 +60,7 @@ def plan_of(item: pytest.Item) -> Plan | None:
     sources: list[tuple[str, Requirement]] = []
     known_bad: list[KnownBadCell] = []
     memory = NO_LIMIT
+    kernels: list[SdpaKernels] = []
     for mark in marks:
         declared = _declaration(item, mark)
         if isinstance(declared, Requirement):
@@ -61,6 +69,8 @@ def plan_of(item: pytest.Item) -> Plan | None:
             known_bad.append(declared)
         elif isinstance(declared, MemoryLimit):
             memory = memory.merged(declared)  # marks come innermost first
+        elif isinstance(declared, SdpaKernels):
+            kernels.append(declared)
     sources += adopted.sources
     sources += [(f"fixture {name}", Requirement(devices=1)) for name in sorted(ours & NEEDS_DEVICE)]
     sources += [(f"fixture {name}", Requirement(device_if_any=True)) for name in sorted(ours & TAKES_DEVICE)]
@@ -73,7 +83,8 @@ def plan_of(item: pytest.Item) -> Plan | None:
     requirement = Requirement()
     for _, declared_requirement in sources:
         requirement = requirement.merged(declared_requirement)
-    return Plan(requirement, cell, tuple(sources), tuple(known_bad), memory)
+    forced = kernels[0].names if kernels else ()
+    return Plan(requirement, cell, tuple(sources), tuple(known_bad), memory=memory, sdpa_kernels=forced)
 
 
 def _declaration(item: pytest.Item, mark: pytest.Mark) -> object:

@@ -27,6 +27,7 @@ from pytest_cudaenv.torch_memory import MemoryObserver
 from pytest_cudaenv.torch_state import StateObserver
 from pytest_cudaenv.unmarked import Use, use_of_cuda
 from pytest_cudaenv.wider_fixtures import watch_wider_fixtures
+from pytest_cudaenv.witnessing import WitnessObserver
 
 if TYPE_CHECKING:
     from pytest_cudaenv.session import CudaSession
@@ -45,12 +46,13 @@ class Runner:
         """The grant that session-scoped device fixtures were built with."""
         self._needs: dict[tuple[Requirement, tuple[tuple[str, Requirement], ...]], dict[str, Any]] = {}
         self._root: tuple[Any, pytest.FixtureRequest] | None = None
-        self.observers = Observers((StateObserver(), MemoryObserver()), strict=session.settings.strict)
+        observers = (StateObserver(), MemoryObserver(), WitnessObserver())
+        self.observers = Observers(observers, strict=session.settings.strict)
         watch_wider_fixtures(session.config, self.observers)
 
     def before(self, plan: Plan, item: pytest.Item) -> None:
         """Before a test of this process, and before any hook of it."""
-        if plan.is_seeded:
+        if plan.is_watched:
             self.observers.before(item)
 
     def set_up(self, item: pytest.Item, plan: Plan) -> None:
@@ -68,7 +70,7 @@ class Runner:
         if plan.requirement.asks_for_device:
             refuse = functools.partial(self._refuse, item)
             enter(Current(item.nodeid, grant, seed_of(item, self.session_seed), refuse))
-        if plan.is_seeded:
+        if plan.is_watched:
             self.observers.begin(item, plan, grant)
         self.seed(item, plan)
 

@@ -61,7 +61,17 @@ class MemoryLimit:
 
 NO_LIMIT = MemoryLimit()
 
-Declaration: TypeAlias = "Requirement | Axis | KnownBadCell | MemoryLimit"
+
+@dataclass(frozen=True)
+class SdpaKernels:
+    """The kernels that sdpa may run while a test's body runs, in the order in which they are tried."""
+
+    names: tuple[str, ...]
+
+
+SDPA_KERNELS = ("flash", "efficient", "cudnn", "math")
+
+Declaration: TypeAlias = "Requirement | Axis | KnownBadCell | MemoryLimit | SdpaKernels"
 
 
 def requires_cuda(
@@ -207,6 +217,16 @@ def backend(value: str | Mapping[str, str]) -> Backend:
     return tuple((str(sub), attention.backend_name(name)) for sub, name in value.items())
 
 
+def attn_sdpa_kernel(*kernels: str) -> SdpaKernels:
+    """sdpa runs these kernels alone while the test's body runs: the first possible one."""
+    if not kernels:
+        raise ValueError(f"name a kernel of sdpa: {', '.join(SDPA_KERNELS)}")
+    for kernel in kernels:
+        if kernel not in SDPA_KERNELS:
+            raise ValueError(f"unknown sdpa kernel {kernel!r}; choose from {', '.join(SDPA_KERNELS)}")
+    return SdpaKernels(kernels)
+
+
 def xfail_cells(
     attn_backend: str | Mapping[str, str] | None = None,
     dtype: str | None = None,
@@ -276,6 +296,7 @@ MARKERS: dict[str, Callable[..., Declaration]] = {
         cuda_isolated,
         attn_backends,
         dtypes,
+        attn_sdpa_kernel,
         xfail_cells,
         cuda_memory,
     )
