@@ -30,11 +30,13 @@ class Plan:
     sources: tuple[tuple[str, Requirement], ...] = ()
     """(`@requires_cuda(devices=2)` or `fixture cuda_device`, what it adds)."""
     known_bad: tuple[KnownBadCell, ...] = ()
+    is_compared: bool = False
+    """Whether its numbers are compared with a reference's, though it may have neither device nor cell."""
 
     @property
     def is_seeded(self) -> bool:
         """Whether the test starts from a seed made from its id: every device and cell test does."""
-        return self.requirement.asks_for_device or self.cell.id is not None
+        return self.requirement.asks_for_device or self.cell.id is not None or self.is_compared
 
 
 def plan_of(item: pytest.Item) -> Plan | None:
@@ -69,7 +71,7 @@ def plan_of(item: pytest.Item) -> Plan | None:
     requirement = Requirement()
     for _, declared_requirement in sources:
         requirement = requirement.merged(declared_requirement)
-    return Plan(requirement, cell, tuple(sources), tuple(known_bad))
+    return Plan(requirement, cell, tuple(sources), tuple(known_bad), "assert_parity" in ours)
 
 
 def _declaration(item: pytest.Item, mark: pytest.Mark) -> object:

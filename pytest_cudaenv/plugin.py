@@ -22,11 +22,20 @@ from pytest_cudaenv.fixtures.devices import (
     device,
     mixed_precision,
 )
+from pytest_cudaenv.fixtures.verdict import assert_parity
 from pytest_cudaenv.names import DIST, MARKER_LINES
 from pytest_cudaenv.options import SWITCH, add_options
 from pytest_cudaenv.session import CHECK_INHERITED, NVML_CHECK, SESSION, CudaSession
 
-__all__ = ["cuda_device", "cuda_devices", "cuda_process_id", "cudaenv_grant", "device", "mixed_precision"]
+__all__ = [
+    "assert_parity",
+    "cuda_device",
+    "cuda_devices",
+    "cuda_process_id",
+    "cudaenv_grant",
+    "device",
+    "mixed_precision",
+]
 
 CELL_NAMES = frozenset({"attn_backend", "dtype"})
 

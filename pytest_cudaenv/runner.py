@@ -19,6 +19,7 @@ from pytest_cudaenv.grants.current import Current, enter, leave
 from pytest_cudaenv.grants.grant import Grant
 from pytest_cudaenv.ledger.record import needs
 from pytest_cudaenv.observers import Observers
+from pytest_cudaenv.parity_observer import ParityObserver
 from pytest_cudaenv.plan import Plan, expect_failure, matching_bad_cell
 from pytest_cudaenv.requirements.reason import Reason
 from pytest_cudaenv.requirements.requirement import Requirement
@@ -42,7 +43,7 @@ class Runner:
         """The grant that session-scoped device fixtures were built with."""
         self._needs: dict[tuple[Requirement, tuple[tuple[str, Requirement], ...]], dict[str, Any]] = {}
         self._root: tuple[Any, pytest.FixtureRequest] | None = None
-        self.observers = Observers((), strict=session.settings.strict)
+        self.observers = Observers((ParityObserver(),), strict=session.settings.strict)
 
     def set_up(self, item: pytest.Item, plan: Plan) -> None:
         """Before a test's fixtures: skip it with its reasons, or give it its grant and seed."""
