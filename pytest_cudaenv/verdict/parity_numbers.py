@@ -6,6 +6,7 @@ plain computation in its own precision is. See `limits` for what is added to it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -20,6 +21,10 @@ class ParityError(AssertionError):
     def __init__(self, code: str, text: str) -> None:
         super().__init__(f"[{code}] {text}")
         self.code = code
+
+
+IS_REST = 0.5
+"""Low error as a share of the largest value from which a leaf is nothing but rounding."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,14 @@ class Rule:
     """(rtol, atol) in place of a low reference."""
     ulps: float | None = None
     """In place of a low reference: units of the last place of the row's largest value."""
+    typical: float = 0.0
+    """See `typical_error`: what a low error is taken for at least, as a share of the row's largest value."""
+    scale: float = 0.0
+    """The largest value of all leaves together, where they are terms of one computation (gradients).
+
+    Some are nothing but the rest of large terms that cancel out (of a key's bias, which no softmax feels): eager itself
+    gets them wrong altogether, and only what they are small against can tell how large a rest may be.
+    """
 
 
 def leaves(output: Any, path: str = "") -> dict[str, Leaf]:
@@ -132,16 +145,40 @@ def _unit(dtype: Any) -> float:
 
 
 def limits(low: Sequence[float], floors: Sequence[float], k: float) -> list[float]:
-    """What each row may be off: `k * max(its own low error, the median row's) + its floor`.
+    """What each row may be off: `k * max(its own low error, the upper quartile of all rows') + its floor`.
 
     The row's own low error lets a row be wrong that is hard in this precision, without letting others be wrong with it,
-    which the batch's largest would. The median is for rows whose low error happens to be tiny, though nothing about the
-    row is better: with few elements that is common (a loss, a pooled vector).
+    which the batch's largest would: of four rows or more the worst has no say about the others. The quartile is for
+    rows whose low error happens to be small, though nothing about the row is better. Measured on 24,300 rows of honest
+    cells (four tiny models, three dtypes, 50 seeds; `python -m benchmarks verdict`): the worst row needs 1.16 of what
+    its own low error allows, 1.09 with the median, 0.94 with the quartile, 0.88 with the largest.
     """
     if not low:
         return []
-    middle = sorted(low)[len(low) // 2]
-    return [k * max(own, middle) + noise for own, noise in zip(low, floors, strict=True)]
+    quartile = upper_quartile(low)
+    return [k * max(own, quartile) + noise for own, noise in zip(low, floors, strict=True)]
+
+
+def upper_quartile(values: Sequence[float]) -> float:
+    """The value that three of four do not exceed; 0 of none."""
+    return sorted(values)[math.ceil(0.75 * len(values)) - 1] if values else 0.0
+
+
+def typical_error(reference: Mapping[str, Leaf], low: Mapping[str, Leaf]) -> float:
+    """The upper quartile, over leaves, of the low error as a share of the largest value.
+
+    For gradients, most of which have one row only: a parameter whose low error happens to be small is allowed what is
+    usual. Measured (18,000 honest ones): the worst needs 1.35 of what is allowed without, 0.81 with it. Leaves that
+    eager gets wrong altogether tell nothing of the others.
+    """
+    shares = []
+    for path, leaf in reference.items():
+        largest = float(leaf.tensor.abs().max()) if leaf.tensor.numel() else 0.0
+        if largest > 0 and path in low:
+            share = float((low[path].tensor.double() - leaf.tensor.double()).abs().max()) / largest
+            if share < IS_REST:
+                shares.append(share)
+    return upper_quartile(shares)
 
 
 def sequence_axis(shape: Sequence[int], length: int, hint: int | None) -> int | None:
@@ -300,10 +337,18 @@ def _rows(path: str, values: Mapping[str, Any], rule: Rule, positions: Any | Non
         shares = list(errors)
         if rule.ulps is not None:
             unit = rule.ulps * _unit(rule.dtype)
-            allowed = [unit * _largest(row) + noise for row, noise in zip(wanted, floors, strict=True)]
+            rest = _unit(rule.dtype) * rule.scale
+            allowed = [unit * _largest(row) + noise + rest for row, noise in zip(wanted, floors, strict=True)]
         elif lows is not None:
             low_errors = [_largest(row) for row in lows]
-            allowed = limits(low_errors, floors, rule.k)
+            rest = _unit(rule.dtype) * rule.scale
+            largest = [_largest(row) for row in wanted]
+            are_rests = [error >= IS_REST * size for error, size in zip(low_errors, largest, strict=True)]
+            floors = [noise + rest * is_rest for noise, is_rest in zip(floors, are_rests, strict=True)]
+            if not rule.scale:
+                _check_low(path, low_errors, largest)
+            usual = [max(error, rule.typical * size) for error, size in zip(low_errors, largest, strict=True)]
+            allowed = limits(usual, floors, rule.k)
         else:
             allowed = floors
     found = []
@@ -330,6 +375,18 @@ def _rows(path: str, values: Mapping[str, Any], rule: Rule, positions: Any | Non
             )
         )
     return [row for row in found if row.count]
+
+
+def _check_low(path: str, low_errors: Sequence[float], largest: Sequence[float]) -> None:
+    """The low reference is near the reference: else it is not the same computation, and would allow anything."""
+    size = max(largest)
+    for number, error in enumerate(low_errors):
+        if size > 0 and error >= IS_REST * size:
+            text = f"{path} of eager in the cell's dtype is {error:.3g} off the reference in row {number}, whose values"
+            raise ParityError(
+                "parity-reference",
+                f"{text} are at most {size:.3g}: other weights, other inputs, or a dtype that cannot do this",
+            )
 
 
 def _by_row(tensor: Any, positions: Any | None, by_row: bool) -> list[Any]:

@@ -254,6 +254,8 @@ def _cast(tensor: Any, dtype: Any) -> Any:
     if dtype is None or not tensor.is_floating_point() or tensor.dtype == dtype:
         return tensor
     ends = torch.finfo(dtype)
+    if ends.max >= torch.finfo(tensor.dtype).max:
+        return tensor.to(dtype)
     # The smallest float32 is what masks add; in bfloat16 it would be minus infinity, and rows of NaN.
     return torch.where(tensor.isfinite(), tensor.clamp(ends.min, ends.max), tensor).to(dtype)
 
