@@ -72,10 +72,10 @@ def parity(rounds: int = 7) -> None:
         print(f"parity, {tiny.name}, ratio to a forward of {1000 * bare:.1f} ms: {told}", flush=True)
 
 
-def honest(seeds: int) -> None:
+def honest(seeds: int, names: list[str]) -> None:
     """Print the false alarms."""
     refused = cells = rows = 0
-    for tiny in models().values():
+    for tiny in (models()[name] for name in names):
         for backend in ("eager", "sdpa"):
             for dtype in DTYPES:
                 largest, at = 0.0, ""
@@ -103,10 +103,13 @@ def main() -> None:
     """Print both."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=50)
+    parser.add_argument("--models", nargs="*", default=list(models()), help="of the honest cells")
+    parser.add_argument("--honest-only", action="store_true")
     arguments, _ = parser.parse_known_args()
     torch.set_num_threads(1)
-    parity()
-    honest(arguments.seeds)
+    if not arguments.honest_only:
+        parity()
+    honest(arguments.seeds, arguments.models)
 
 
 if __name__ == "__main__":

@@ -279,8 +279,8 @@ class Inputs:
         function = model.forward if is_module(model) else model
         try:
             bound = inspect.signature(function).bind_partial(*self.args, **self.kwargs)
-        except (TypeError, ValueError):
-            return dict(self.kwargs)
+        except (TypeError, ValueError):  # built in, and without a signature
+            return {f"argument {number}": value for number, value in enumerate(self.args)} | dict(self.kwargs)
         named: dict[str, Any] = {}
         for name, value in bound.arguments.items():
             parameter = inspect.signature(function).parameters[name]
