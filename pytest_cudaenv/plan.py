@@ -31,6 +31,8 @@ class Plan:
     """(`@requires_cuda(devices=2)` or `fixture cuda_device`, what it adds)."""
     known_bad: tuple[KnownBadCell, ...] = ()
     memory: MemoryLimit = NO_LIMIT
+    is_compared: bool = False
+    """Whether its numbers are compared with a reference's, though it may have neither device nor cell."""
     sdpa_kernels: tuple[str, ...] = ()
     """The kernels that sdpa may run while the body runs, from the closest mark; empty: any."""
 
@@ -42,7 +44,7 @@ class Plan:
     @property
     def is_seeded(self) -> bool:
         """Whether the test starts from a seed made from its id: every device and cell test does."""
-        return self.requirement.asks_for_device or self.cell.id is not None
+        return self.requirement.asks_for_device or self.cell.id is not None or self.is_compared
 
 
 def plan_of(item: pytest.Item) -> Plan | None:
@@ -84,7 +86,15 @@ def plan_of(item: pytest.Item) -> Plan | None:
     for _, declared_requirement in sources:
         requirement = requirement.merged(declared_requirement)
     forced = kernels[0].names if kernels else ()
-    return Plan(requirement, cell, tuple(sources), tuple(known_bad), memory=memory, sdpa_kernels=forced)
+    return Plan(
+        requirement,
+        cell,
+        tuple(sources),
+        tuple(known_bad),
+        memory=memory,
+        sdpa_kernels=forced,
+        is_compared="assert_parity" in ours,
+    )
 
 
 def _declaration(item: pytest.Item, mark: pytest.Mark) -> object:

@@ -22,12 +22,13 @@ from pytest_cudaenv.fixtures.devices import (
     device,
     mixed_precision,
 )
-from pytest_cudaenv.fixtures.verdict import attn_witness, cuda_memory
+from pytest_cudaenv.fixtures.verdict import assert_parity, attn_witness, cuda_memory
 from pytest_cudaenv.names import DIST, MARKER_LINES
 from pytest_cudaenv.options import SWITCH, add_options
 from pytest_cudaenv.session import CHECK_INHERITED, NVML_CHECK, SESSION, CudaSession
 
 __all__ = [
+    "assert_parity",
     "attn_witness",
     "cuda_device",
     "cuda_devices",

@@ -19,6 +19,7 @@ from pytest_cudaenv.grants.current import Current, enter, leave
 from pytest_cudaenv.grants.grant import Grant
 from pytest_cudaenv.ledger.record import needs
 from pytest_cudaenv.observers import Observers
+from pytest_cudaenv.parity_observer import ParityObserver
 from pytest_cudaenv.plan import Plan, expect_failure, matching_bad_cell
 from pytest_cudaenv.requirements.reason import Reason
 from pytest_cudaenv.requirements.requirement import Requirement
@@ -46,7 +47,7 @@ class Runner:
         """The grant that session-scoped device fixtures were built with."""
         self._needs: dict[tuple[Requirement, tuple[tuple[str, Requirement], ...]], dict[str, Any]] = {}
         self._root: tuple[Any, pytest.FixtureRequest] | None = None
-        observers = (StateObserver(), MemoryObserver(), WitnessObserver())
+        observers = (StateObserver(), MemoryObserver(), WitnessObserver(), ParityObserver())
         self.observers = Observers(observers, strict=session.settings.strict)
         watch_wider_fixtures(session.config, self.observers)
 
