@@ -47,7 +47,7 @@ NEEDS_DEVICE = frozenset({"cuda_device", "cuda_devices"})
 TAKES_DEVICE = frozenset({"device", "cell", "attn_backend", "mixed_precision"})
 """Fixtures that ask for a device where the host has one."""
 
-FIXTURES = NEEDS_DEVICE | TAKES_DEVICE | {"dtype"}
+FIXTURES = NEEDS_DEVICE | TAKES_DEVICE | {"dtype", "expectations"}
 
 DTYPES: dict[str, str] = {
     "float64": "fp64",

@@ -9,7 +9,8 @@ import hashlib
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
@@ -19,6 +20,7 @@ from pytest_cudaenv.grants.current import Current, enter, leave
 from pytest_cudaenv.grants.grant import Grant
 from pytest_cudaenv.ledger.record import needs
 from pytest_cudaenv.observers import Observers
+from pytest_cudaenv.offers import OFFERS, Offers
 from pytest_cudaenv.plan import Plan, expect_failure, matching_bad_cell
 from pytest_cudaenv.requirements.reason import Reason
 from pytest_cudaenv.requirements.requirement import Requirement
@@ -43,6 +45,8 @@ class Runner:
         self._needs: dict[tuple[Requirement, tuple[tuple[str, Requirement], ...]], dict[str, Any]] = {}
         self._root: tuple[Any, pytest.FixtureRequest] | None = None
         self.observers = Observers((), strict=session.settings.strict)
+        self.settled: set[tuple[Path, str, Hashable]] = set()
+        """Golden values that this process has measured, while they are updated."""
 
     def set_up(self, item: pytest.Item, plan: Plan) -> None:
         """Before a test's fixtures: skip it with its reasons, or give it its grant and seed."""
@@ -57,9 +61,10 @@ class Runner:
         if plan.requirement.asks_for_device:
             item.stash[RAN_ON] = grant.ran_on
         self.seed(item, plan)
-        if plan.requirement.asks_for_device:
-            refuse = functools.partial(self._refuse, item)
-            enter(Current(item.nodeid, grant, seed_of(item, self.session_seed), refuse))
+        refuse = functools.partial(self._refuse, item)
+        offers = item.stash[OFFERS] = Offers(self, item, plan, grant)
+        seed = seed_of(item, self.session_seed)
+        enter(Current(item.nodeid, grant, seed, refuse, offers, plan.requirement.asks_for_device))
         if plan.is_seeded:
             self.observers.begin(item, plan, grant)
 
@@ -99,6 +104,8 @@ class Runner:
     ) -> None:
         """Put on a report what a ledger tells of the test, and what was found of it."""
         self._tell(item, plan, report, record)
+        if report.when == "call" and OFFERS in item.stash:
+            record.update(item.stash[OFFERS].facts)
         self.observers.note(item, report, record, call)
 
     def _tell(self, item: pytest.Item, plan: Plan, report: pytest.TestReport, record: dict[str, Any]) -> None:
@@ -182,6 +189,13 @@ class Runner:
         if self.session.settings.unmet == "fail":
             pytest.fail(f"{message} (--cuda-unmet=fail)\n{reasons[0].remedy}", pytrace=False)
         compat.skip_at_test(message)
+
+    def forget_refusal(self, item: pytest.Item) -> None:
+        """What was refused was a part of the test, and has been reported: the rest goes on."""
+        if REASONS in item.stash:
+            del item.stash[REASONS]
+        if BREACH in item.stash:
+            del item.stash[BREACH]
 
     @property
     def session_seed(self) -> int:

@@ -18,6 +18,7 @@ from pytest_cudaenv.verdict.expected_values import (
     PASTED,
     Difference,
     difference,
+    failure,
     leaves,
     plain,
     rounded,
@@ -27,16 +28,7 @@ from pytest_cudaenv.verdict.expected_values import (
 UPDATE = "--cuda-update-expectations"
 
 
-class ExpectationError(AssertionError):
-    """A value that is not as expected, or of which nothing is expected here."""
-
-    def __init__(self, code: str, text: str) -> None:
-        super().__init__(f"[{code}] {text}")
-        self.code = code
-        self.text = text
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Expectations:
     """The fixture `expectations`, and `pytest_cudaenv.current().expectations`."""
 
@@ -53,6 +45,9 @@ class Expectations:
     written: list[str] = field(default_factory=list, compare=False)
     """The golden values that the test has written."""
 
+    def __repr__(self) -> str:
+        return f"Expectations({self.find_place()})"
+
     def check(
         self,
         value: Any,
@@ -66,15 +61,21 @@ class Expectations:
         `{(9, 0): 1.25, (8, None): 1.5, "cpu": 1.125}`; `verdict.expectation_keys` has the grammar of keys and which
         of several is meant. Numbers, strings, lists, dicts, tensors and arrays; a number is close enough if
         `abs(value - expected) <= atol + rtol * abs(expected)`, by default as torch.testing.assert_close has it for the
-        measured dtype. Raises ExpectationError, with the entry to paste; ValueError for what is no key.
+        measured dtype. Raises AssertionError, with the entry to paste; ValueError for what is no key.
         """
+        __tracebackhide__ = True
+        self._check(value, expected, rtol, atol)
+
+    def _check(
+        self, value: Any, expected: Mapping[Any, Any], rtol: float | None, atol: float | None, where: str = ""
+    ) -> None:
         __tracebackhide__ = True
         _check_tolerances(rtol, atol)
         plain(value)  # also where nothing is expected: no such value may be pasted
         place = self.find_place()
 
         def entry() -> str:
-            return _entry(value, place.key(expected), rtol, atol)
+            return _entry(value, place.key(expected), rtol, atol) + where
 
         meant = _the_one(expected, place, entry)
         plain(expected[meant], f"the expected value of {spelled_key(meant)}")
@@ -82,12 +83,12 @@ class Expectations:
             is_same = parse_key(meant) == parse_key(place.key(expected))
             how = "put in its place" if is_same else "add"
             need = f"needs the value for {place} to be as {spelled_key(meant)} says; have another: {found}"
-            raise ExpectationError("expectation", f"{need}. If it is right, {how}:\n{entry()}")
+            raise failure("expectation", f"{need}. If it is right, {how}:\n{entry()}")
 
     def pick(self, expected: Mapping[Any, Any]) -> Any:
         """The value that is meant for this device and cell, for whoever compares it otherwise.
 
-        Raises ExpectationError where none is, or two are; it cannot tell what was measured, as `check` does.
+        Raises AssertionError where none is, or two are; it cannot tell what was measured, as `check` does.
         """
         __tracebackhide__ = True
         place = self.find_place()
@@ -122,33 +123,28 @@ class Golden:
         and cell; two in one run that disagree are a failure.
         """
         __tracebackhide__ = True
-        _check_tolerances(rtol, atol)
-        plain(value)
-        place = self.owner.find_place()
         expected = golden.read(self.path).get(self.name, {})
         if self.owner.updates:
-            self._update(value, expected, place, rtol, atol)
-            return
-        try:
-            self.owner.check(value, expected, rtol=rtol, atol=atol)
-        except ExpectationError as error:
-            where = f"    in {golden.shown(self.path)}, under {spelled(self.name)}; {UPDATE} writes it"
-            raise ExpectationError(error.code, f"{error.text}\n{where}") from None
+            self._update(value, expected, rtol, atol)
+        else:
+            where = f"\n    in {golden.shown(self.path)}, under {spelled(self.name)}; {UPDATE} writes it"
+            self.owner._check(value, expected, rtol, atol, where)
 
     def pick(self) -> Any:
         """The value that the golden file has for this device and cell."""
         __tracebackhide__ = True
         return self.owner.pick(golden.read(self.path).get(self.name, {}))
 
-    def _update(
-        self, value: Any, expected: Mapping[Hashable, Any], place: Place, rtol: float | None, atol: float | None
-    ) -> None:
+    def _update(self, value: Any, expected: Mapping[Hashable, Any], rtol: float | None, atol: float | None) -> None:
         __tracebackhide__ = True
+        _check_tolerances(rtol, atol)
+        plain(value)
+        place = self.owner.find_place()
         found = best(expected, place)
         told = difference(value, expected[found[0]], rtol, atol) if len(found) == 1 else Difference("it is new")
         measured = (self.path, self.name, place.key())
         if told is not None and measured in self.owner.settled:
-            raise ExpectationError(
+            raise failure(
                 "expectation-name",
                 f"needs one value of {spelled(self.name)} for {place}; have two in this run: {told}. Names are the "
                 "module's: give each value its own, or make the test repeatable",
@@ -174,9 +170,9 @@ def _the_one(expected: Mapping[Any, Any], place: Place, entry: Callable[[], str]
     found = best(expected, place)
     if not found:
         have = f"only {', '.join(map(spelled_key, expected))}" if expected else "none"
-        raise ExpectationError("expectation-missing", f"needs a value for {place}; have {have}. To expect:\n{entry()}")
+        raise failure("expectation-missing", f"needs a value for {place}; have {have}. To expect:\n{entry()}")
     if len(found) > 1:
-        raise ExpectationError(
+        raise failure(
             "expectation-ambiguous",
             f"needs one value for {place}; have {' and '.join(map(spelled_key, found))}, of which neither names more "
             f"than the other. A key that names all that they do decides:\n{entry()}",

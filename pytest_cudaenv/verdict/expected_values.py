@@ -29,11 +29,9 @@ PASTED = 1000
 """Numbers that a message shows to be pasted; more belong in a golden file, or a slice of them here."""
 
 
-class UnusableValueError(AssertionError):
-    """What must not be compared: empty, not finite, or of a kind that nothing is known of."""
-
-    def __init__(self, code: str, text: str) -> None:
-        super().__init__(f"[{code}] {text}")
+def failure(code: str, text: str) -> AssertionError:
+    """What fails a test: plainly an AssertionError, whose name leaves room for the text in pytest's summary."""
+    return AssertionError(f"[{code}] {text}")
 
 
 @dataclass(frozen=True)
@@ -65,32 +63,32 @@ def opened(value: Any) -> tuple[Any, str | None]:
 def plain(value: Any, what: str = "the value") -> Any:
     """The value in Python's own numbers, strings, lists and dicts.
 
-    Raises UnusableValueError for what is empty, not finite or not comparable.
+    Raises AssertionError for what is empty, not finite or not comparable.
     """
     found = _plain(value, "", what)
     if not any(leaf.value not in ("", None) for leaf in leaves(value)):
-        raise UnusableValueError("expectation-empty", f"{what} is {value!r}: there is nothing to compare")
+        raise failure("expectation-empty", f"{what} is {value!r}: there is nothing to compare")
     return found
 
 
 def _plain(value: Any, path: str, what: str) -> Any:
     inner, dtype = opened(value)
     if dtype is not None and _is_hollow(inner):
-        raise UnusableValueError("expectation-empty", f"{what}{path} has no elements: there is nothing to compare")
+        raise failure("expectation-empty", f"{what}{path} has no elements: there is nothing to compare")
     if isinstance(inner, (list, tuple)):
         return [_plain(one, f"{path}[{i}]", what) for i, one in enumerate(inner)]
     if isinstance(inner, Mapping):
         for key in inner:
             if not isinstance(key, str):
-                raise UnusableValueError("expectation-type", f"{what}{path} has the key {key!r}; write strings")
+                raise failure("expectation-type", f"{what}{path} has the key {key!r}; write strings")
         return {key: _plain(one, f"{path}[{key!r}]", what) for key, one in inner.items()}
     if isinstance(inner, float) and not math.isfinite(inner):
-        raise UnusableValueError("expectation-finite", f"{what}{path} is {inner}: only finite numbers are compared")
+        raise failure("expectation-finite", f"{what}{path} is {inner}: only finite numbers are compared")
     if inner is None or isinstance(inner, (bool, int, float, str)):
         return inner
     have = type(inner).__name__
     hint = "a number, string, list, dict, tensor or array can be compared"
-    raise UnusableValueError("expectation-type", f"{what}{path} is of type {have}: {hint}")
+    raise failure("expectation-type", f"{what}{path} is of type {have}: {hint}")
 
 
 def _is_hollow(inner: Any) -> bool:

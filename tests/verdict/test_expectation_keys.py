@@ -48,7 +48,7 @@ CPU = Place("cpu", None, "sdpa-fp32", "2.13")
         (("cuda", (8, 6), "flash_attention_2"), Key("cuda", 8, 6, "flash_attention_2")),
         ((None, "eager-fp32"), Key(None, None, None, "eager", "fp32")),
         (("default", "fp32"), Key(dtype="fp32")),
-        ((9, 0, "kernels-community/vllm-flash-attn3-bf16"), Key("cuda", 9, 0, "kernels-community/vllm-flash-attn3", "bf16")),
+        ((9, 0, "kernels-community/flash-attn3-bf16"), Key("cuda", 9, 0, "kernels-community/flash-attn3", "bf16")),
     ],
 )  # fmt: skip
 def test_what_a_key_names(key: Hashable, named: Key) -> None:
