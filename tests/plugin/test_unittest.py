@@ -64,7 +64,7 @@ def test_cells_are_subtests(pytester: pytest.Pytester, arguments: tuple[str, ...
         [
             "E*If it is right, add:",
             f'E*    {key}: "sdpa",',
-            "SUBFAILED(cell='sdpa-bf16') test_old.py::OldTest::test_failing_cell*",
+            "SUBFAILED(cell=*sdpa-bf16*) test_old.py::OldTest::test_failing_cell*",
             "SKIPPED * [[]attn-missing[]] FA2 needs flash-attn; have none*",
         ]
     )
@@ -202,3 +202,19 @@ def test_a_model_that_rules_a_cell_out_skips_that_cell_alone(pytester: pytest.Py
     assert result.ret == 0
     line = next(line for line in (pytester.path / "ledger.json").read_text().splitlines() if '"kind":"test"' in line)
     assert (json.loads(line)["outcome"], json.loads(line).get("reasons")) == ("passed", None)
+
+
+def test_cells_are_no_tests_to_a_contract(pytester: pytest.Pytester) -> None:
+    """One test that went through two cells is one test that ran."""
+    result = in_process(pytester, "'eager', 'sdpa', dtypes=['float32']", "--cuda-min-ran", "2")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*needs 2 tests that ran on a CUDA device (--cuda-min-ran); have 1"])
+
+
+def test_before_subtests_were_reported_a_cell_that_cannot_run_is_a_warning(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pytest_cudaenv.compat.reports_subtests", lambda _: False)
+    result = in_process(pytester, "'eager', 'flash_attention_2', dtypes=['bf16']")
+    result.assert_outcomes(passed=1, warnings=1)
+    result.stdout.fnmatch_lines(["*RAN eager-bf16*", "*OldTest::test_it (flash_attention_2-bf16): [[]attn-missing[]] *"])
