@@ -194,11 +194,10 @@ def write_key(key: Hashable) -> str:
 
 def read_key(text: str) -> Hashable:
     """The key that `write_key` wrote, or a person: `(9, 0)`, `cpu`, `('cuda', 8)`. Raises InvalidKeyError."""
-    if _WORD.fullmatch(text):
-        return text
     try:
-        key: Hashable = ast.literal_eval(text)
+        key: Hashable = text if _WORD.fullmatch(text) else ast.literal_eval(text)
         hash(key)
     except (ValueError, SyntaxError, TypeError):
         raise InvalidKeyError(f"{text!r} is no key of an expectation: {GRAMMAR}") from None
+    parse_key(key)
     return key
