@@ -51,7 +51,7 @@ NEEDS_DEVICE = frozenset({"cuda_device", "cuda_devices", "cuda_memory"})
 TAKES_DEVICE = frozenset({"device", "cell", "attn_backend", "mixed_precision"})
 """Fixtures that ask for a device where the host has one."""
 
-FIXTURES = NEEDS_DEVICE | TAKES_DEVICE | {"dtype", "attn_witness", "assert_parity"}
+FIXTURES = NEEDS_DEVICE | TAKES_DEVICE | {"dtype", "attn_witness", "assert_parity", "expectations"}
 
 DTYPES: dict[str, str] = {
     "float64": "fp64",

@@ -81,7 +81,7 @@ def plan_of(item: pytest.Item) -> Plan | None:
     _check_cell(item, cell)
     _check_known_bad(item, cell, known_bad)
     if cell.id is not None:
-        sources.append((f"cell {cell.id}", _cell_requirement(item, cell)))
+        sources.append((f"cell {cell.id}", cell_requirement(cell, axis_of(item, "attn_backends").model)))
     requirement = Requirement()
     for _, declared_requirement in sources:
         requirement = requirement.merged(declared_requirement)
@@ -109,13 +109,13 @@ def _spelled(mark: pytest.Mark) -> str:
     return f"@{mark.name}({', '.join(arguments)})" if arguments else f"@{mark.name}"
 
 
-def _cell_requirement(item: pytest.Item, cell: CellParameters) -> Requirement:
+def cell_requirement(cell: CellParameters, model: type | None) -> Requirement:
+    """What a cell needs; with a model class, what that class supports."""
     requirement = with_cell(Requirement(), cell.backends, cell.dtype)
     if not cell.backends:
         requirement = replace(requirement, device_if_any=False)
     if cell.dtype is not None:
         requirement = replace(requirement, dtypes=(cell.dtype,))
-    model = axis_of(item, "attn_backends").model
     if model is not None and isinstance(cell.attn_backend, str):
         requirement = replace(requirement, model_reasons=tuple(attention.model_reasons(cell.attn_backend, model)))
     return requirement
@@ -123,7 +123,7 @@ def _cell_requirement(item: pytest.Item, cell: CellParameters) -> Requirement:
 
 def _check_axes(item: pytest.Item, ours: frozenset[str]) -> None:
     """Refuse lists of cells on a test that cannot have any: they would do nothing and say nothing."""
-    is_unittest = _is_unittest(item)
+    is_unittest = compat.is_unittest(item)
     marks = list(getattr(item, "own_markers", ()))
     if is_unittest and (case := item.getparent(pytest.Class)) is not None:
         # A plain class may have a list for those of its tests that take it; of a TestCase none can.
@@ -133,7 +133,10 @@ def _check_axes(item: pytest.Item, ours: frozenset[str]) -> None:
         if fixture is None or fixture in ours:
             continue
         if is_unittest:
-            hint = "a unittest.TestCase method cannot take fixtures; move it to a function or a plain class"
+            hint = (
+                "a unittest.TestCase method cannot take fixtures; go through pytest_cudaenv.current().cells(…) in it, "
+                "or move it to a function or a plain class"
+            )
         else:
             hint = f"request the fixture `cell` or `{fixture}`"
         raise pytest.Collector.CollectError(f"{item.nodeid}: @{mark.name} has no effect here: {hint}")
@@ -158,13 +161,6 @@ def _check_known_bad(item: pytest.Item, cell: CellParameters, known_bad: list[Kn
         if (known.attn_backend is not None and cell.attn_backend is None) or (known.dtype and cell.dtype is None):
             hint = "request the fixture `cell`, or name only capability="
             raise pytest.Collector.CollectError(f"{item.nodeid}: @xfail_cells has no effect here: {hint}")
-
-
-def _is_unittest(item: pytest.Item) -> bool:
-    import unittest
-
-    cls = getattr(item, "cls", None)
-    return isinstance(cls, type) and issubclass(cls, unittest.TestCase)
 
 
 def matching_bad_cell(plan: Plan, device: CudaDevice | None) -> KnownBadCell | None:

@@ -22,7 +22,7 @@ from pytest_cudaenv.fixtures.devices import (
     device,
     mixed_precision,
 )
-from pytest_cudaenv.fixtures.verdict import assert_parity, attn_witness, cuda_memory
+from pytest_cudaenv.fixtures.verdict import assert_parity, attn_witness, cuda_memory, expectations
 from pytest_cudaenv.names import DIST, MARKER_LINES
 from pytest_cudaenv.options import SWITCH, add_options
 from pytest_cudaenv.session import CHECK_INHERITED, NVML_CHECK, SESSION, CudaSession
@@ -36,6 +36,7 @@ __all__ = [
     "cuda_process_id",
     "cudaenv_grant",
     "device",
+    "expectations",
     "mixed_precision",
 ]
 
@@ -217,7 +218,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     # The hook has no config: the innermost run is the one that logs.
     if _sessions and (record := getattr(report, "cudaenv", None)) is not None:
         _sessions[-1].add_waiting(report.nodeid, record)
-        _sessions[-1].reporting.summary.add(report.nodeid, report.when, report.outcome, record)
+        _sessions[-1].reporting.add(report, record)
     if _sessions and _sessions[-1].keeps_books:
         _sessions[-1].bookkeeping.add(report)
 

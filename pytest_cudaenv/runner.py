@@ -9,7 +9,8 @@ import hashlib
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
@@ -19,6 +20,7 @@ from pytest_cudaenv.grants.current import Current, enter, leave
 from pytest_cudaenv.grants.grant import Grant
 from pytest_cudaenv.ledger.record import needs
 from pytest_cudaenv.observers import Observers
+from pytest_cudaenv.offers import OFFERS, Offers
 from pytest_cudaenv.parity_observer import ParityObserver
 from pytest_cudaenv.plan import Plan, expect_failure, matching_bad_cell
 from pytest_cudaenv.requirements.reason import Reason
@@ -50,6 +52,8 @@ class Runner:
         observers = (StateObserver(), MemoryObserver(), WitnessObserver(), ParityObserver())
         self.observers = Observers(observers, strict=session.settings.strict)
         watch_wider_fixtures(session.config, self.observers)
+        self.settled: set[tuple[Path, str, Hashable]] = set()
+        """Golden values that this process has measured, while they are updated."""
 
     def before(self, plan: Plan, item: pytest.Item) -> None:
         """Before a test of this process, and before any hook of it."""
@@ -68,9 +72,10 @@ class Runner:
             expect_failure(item, known, datetime.date.today())
         if plan.requirement.asks_for_device:
             item.stash[RAN_ON] = grant.ran_on
-        if plan.requirement.asks_for_device:
-            refuse = functools.partial(self._refuse, item)
-            enter(Current(item.nodeid, grant, seed_of(item, self.session_seed), refuse))
+        refuse = functools.partial(self._refuse, item)
+        offers = item.stash[OFFERS] = Offers(self, item, plan, grant)
+        seed = seed_of(item, self.session_seed)
+        enter(Current(item.nodeid, grant, seed, refuse, offers, plan.requirement.asks_for_device))
         if plan.is_watched:
             self.observers.begin(item, plan, grant)
         self.seed(item, plan)
@@ -111,6 +116,8 @@ class Runner:
     ) -> None:
         """Put on a report what a ledger tells of the test, and what was found of it."""
         self._tell(item, plan, report, record)
+        if report.when == "call" and OFFERS in item.stash:
+            record.update(item.stash[OFFERS].facts)
         self.observers.note(item, report, record, call)
 
     def _tell(self, item: pytest.Item, plan: Plan, report: pytest.TestReport, record: dict[str, Any]) -> None:
@@ -195,6 +202,13 @@ class Runner:
         if self.session.settings.unmet == "fail":
             pytest.fail(f"{message} (--cuda-unmet=fail)\n{reasons[0].remedy}", pytrace=False)
         compat.skip_at_test(message)
+
+    def forget_refusal(self, item: pytest.Item) -> None:
+        """What was refused was a part of the test, and has been reported: the rest goes on."""
+        if REASONS in item.stash:
+            del item.stash[REASONS]
+        if BREACH in item.stash:
+            del item.stash[BREACH]
 
     @property
     def session_seed(self) -> int:

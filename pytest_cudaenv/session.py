@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pytest_cudaenv.adoption import Adoption
     from pytest_cudaenv.bookkeeping import Bookkeeping
     from pytest_cudaenv.grants.grant import Granter
-    from pytest_cudaenv.host.devices import Host
+    from pytest_cudaenv.host.devices import CudaDevice, Host
     from pytest_cudaenv.host.mask import MaskReading
     from pytest_cudaenv.isolation import Isolation
     from pytest_cudaenv.ledger.contract import Contract, Promise
@@ -214,6 +214,14 @@ class CudaSession:
             self._unmet[requirement, trying] = unmet(requirement, self.host, self.reading, imports)
         return self._unmet[requirement, trying]
 
+    def unmet_on(self, devices: Sequence[CudaDevice], requirement: Requirement) -> Sequence[Reason]:
+        """The needs that these devices (none: the CPU) do not meet, and the packages here; tries imports."""
+        from dataclasses import replace
+
+        from pytest_cudaenv.requirements.requirement import unmet
+
+        return unmet(requirement, self.host, replace(self.reading, devices=tuple(devices)), self._import_error)
+
     def _import_error(self, module: str) -> str | None:
         """Import `module`, or `module:attribute`, in this process; the first line of the error, or None."""
         if module not in self._imports:
@@ -379,6 +387,8 @@ class CudaSession:
             from pytest_cudaenv.settings import with_canonical_names
 
             self.settings = with_canonical_names(self.settings)
+            if self.settings.update_expectations and self.settings.simulate is not None:
+                raise pytest.UsageError("--cuda-update-expectations: what a simulated host computes is not that host's")
             if self.settings.simulate is not None or self.settings.assume:
                 _ = self.host
             _ = self.contract
