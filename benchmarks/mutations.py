@@ -17,15 +17,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
+from pytest_cudaenv.verdict import parity
 from pytest_cudaenv.verdict.parity import AssertParity
 from pytest_cudaenv.verdict.parity_numbers import ParityError
 from tests.verdict.parity_models import Tiny, cell, models, registered
@@ -129,10 +129,7 @@ def seen_by_its_name() -> Iterator[None]:
     def watch(model: Any = None) -> Iterator[Any]:  # noqa: ARG001  # the witness's signature
         yield SimpleNamespace(backends=frozenset({NAME}), calls=())
 
-    name = "pytest_cudaenv.verdict.witness"
-    fake = ModuleType(name)
-    vars(fake)["watch"] = watch
-    with mock.patch.dict(sys.modules, {name: fake}):
+    with mock.patch.object(parity, "watch", watch):
         yield
 
 

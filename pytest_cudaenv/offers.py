@@ -16,7 +16,7 @@ import pytest
 
 from pytest_cudaenv import compat
 from pytest_cudaenv.cells import Cell, CellParameters
-from pytest_cudaenv.grants.current import Current
+from pytest_cudaenv.grants.current import Current, NoGrantError
 from pytest_cudaenv.grants.grant import Grant
 from pytest_cudaenv.plan import Plan, cell_requirement
 from pytest_cudaenv.requirements.markers import MARKERS, Axis
@@ -26,6 +26,9 @@ from pytest_cudaenv.verdict.expectations import Expectations, place_of
 
 if TYPE_CHECKING:
     from pytest_cudaenv.runner import Runner
+    from pytest_cudaenv.verdict.memory import Meter
+    from pytest_cudaenv.verdict.parity import AssertParity
+    from pytest_cudaenv.verdict.witness import Watch
 
 RAN = "ran"
 """What is told of a cell that could run here."""
@@ -57,6 +60,36 @@ class Offers:
             settled=self.runner.settled,
         )
 
+    @property
+    def assert_parity(self) -> AssertParity:
+        """The test's comparisons, in the cell that it is in now."""
+        from pytest_cudaenv.fixtures.verdict import PARITY
+        from pytest_cudaenv.verdict.parity import AssertParity
+
+        if (compared := self.item.stash.get(PARITY, None)) is None:
+            compared = self.item.stash[PARITY] = AssertParity()
+        if self.cell.attn_backend is not None and self.cell.dtype is not None:
+            compared.cell = cell_from(self.cell, self.grant)
+        return compared
+
+    @property
+    def cuda_memory(self) -> Meter:
+        """The test's device memory. Raises NoGrantError where it has no device."""
+        from pytest_cudaenv.fixtures.verdict import METER
+        from pytest_cudaenv.verdict.memory import Meter, TorchAllocator
+
+        if not self.grant.devices:
+            raise NoGrantError("this test runs on the CPU: put @requires_cuda on it")
+        if (meter := self.item.stash.get(METER, None)) is None:
+            meter = Meter(TorchAllocator(), range(len(self.grant.devices)))
+        return meter
+
+    def attn_witness(self, model: Any = None) -> Watch:
+        """A watch over one block, and over one model where it is given."""
+        from pytest_cudaenv.verdict.witness import watch
+
+        return watch(model)
+
     def _place(self) -> Place:
         return place_of(self.grant.devices, self.cell.id, _torch_version())
 
@@ -83,8 +116,6 @@ class Offers:
         return self._each(running, cells, model)
 
     def _each(self, running: Current, cells: Sequence[CellParameters], model: Any) -> Iterator[Cell]:
-        import torch
-
         outer = self.cell
         unmet: list[Reason] = []
         for parameters in cells:
@@ -97,13 +128,8 @@ class Offers:
             self.told[name] = RAN
             self.cell = parameters
             self.runner.seed(self.item, self.plan)
-            backend = parameters.attn_backend
             try:
-                yield Cell(
-                    backend if isinstance(backend, str) else dict(backend or ()),
-                    getattr(torch, str(parameters.dtype)),
-                    running.device,
-                )
+                yield cell_from(parameters, self.grant)
             finally:
                 self.cell = outer
             self.runner.forget_refusal(self.item)  # that of this cell was reported with its subtest
@@ -131,6 +157,17 @@ class Offers:
         with case.subTest(cell=name):
             refuse(reasons)
         self.runner.forget_refusal(self.item)
+
+
+def cell_from(parameters: CellParameters, grant: Grant) -> Cell:
+    """The cell of these parameters on the first granted device, or on the CPU."""
+    import torch
+
+    backend = parameters.attn_backend
+    device = torch.device(str(grant.devices[0]) if grant.devices else "cpu")
+    return Cell(
+        backend if isinstance(backend, str) else dict(backend or ()), getattr(torch, str(parameters.dtype)), device
+    )
 
 
 OFFERS = pytest.StashKey[Offers]()

@@ -27,3 +27,8 @@ class ParityObserver(Observer):
         if compared is not None and (found := compared.summary()) is not None:
             record["parity"] = found
         return ()
+
+    def end(self, item: pytest.Item) -> None:
+        """See `Observer`: the references of a test that could request no fixture are freed as well."""
+        if (compared := item.stash.get(PARITY, None)) is not None:
+            compared.clear()

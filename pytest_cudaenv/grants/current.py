@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from pytest_cudaenv.grants.grant import Grant
@@ -16,6 +15,9 @@ if TYPE_CHECKING:
 
     from pytest_cudaenv.cells import Cell
     from pytest_cudaenv.verdict.expectations import Expectations
+    from pytest_cudaenv.verdict.memory import Meter
+    from pytest_cudaenv.verdict.parity import AssertParity, Parity
+    from pytest_cudaenv.verdict.witness import Watch
 
 
 class NoGrantError(RuntimeError):
@@ -28,6 +30,20 @@ class Offers(Protocol):
     @property
     def expectations(self) -> Expectations:
         """The fixture of that name."""
+        ...
+
+    @property
+    def assert_parity(self) -> AssertParity:
+        """The fixture of that name."""
+        ...
+
+    @property
+    def cuda_memory(self) -> Meter:
+        """The fixture of that name."""
+        ...
+
+    def attn_witness(self, model: Any) -> Watch:
+        """A watch over one block."""
         ...
 
     def cells(
@@ -93,22 +109,18 @@ class Current:
         """
         return self.offers.cells(self, *attn_backends, dtypes=dtypes, exclude=exclude, model=model)
 
-    def assert_parity(self, *args: Any, **kwargs: Any) -> Any:
-        """As the fixture `assert_parity`."""
-        return self._made("parity", "Parity")(*args, **kwargs)
+    def assert_parity(self, *args: Any, **kwargs: Any) -> Parity:
+        """As the fixture `assert_parity`, in the cell that `cells` is at."""
+        return self.offers.assert_parity(*args, **kwargs)
 
-    def attn_witness(self, *args: Any, **kwargs: Any) -> Any:
-        """As the fixture `attn_witness`."""
-        return self._made("witness", "AttnWitness")(*args, **kwargs)
+    def attn_witness(self, model: Any = None) -> Watch:
+        """A block that is watched, as of the fixture: `with current().attn_witness(model) as seen:`."""
+        return self.offers.attn_witness(model)
 
     @property
-    def cuda_memory(self) -> Any:
+    def cuda_memory(self) -> Meter:
         """As the fixture `cuda_memory`."""
-        return self._made("memory", "CudaMemory")
-
-    def _made(self, module: str, name: str) -> Any:
-        """An object of the verdict, made for the running test."""
-        return getattr(import_module(f"pytest_cudaenv.verdict.{module}"), name)(self)
+        return self.offers.cuda_memory
 
 
 # Python calls `current()` from anywhere and without an argument, so what runs now is kept here: one test at a time.

@@ -119,6 +119,13 @@ def entry_points() -> list[tuple[str, str, str]]:
     return [(*_split(point), backend) for backend, points in found.items() for point in points]
 
 
+def is_known(backend: str) -> bool:
+    """Whether there is more than its name to tell a call of this backend by."""
+    if backend == "eager" or backend in ENTRY_POINTS or "/" in backend:
+        return True
+    return any(own.name == backend and (own.entry_points or own.operators) for own in _own())
+
+
 def _split(point: str) -> tuple[str, str]:
     module, _, name = point.partition(":")
     return module, name

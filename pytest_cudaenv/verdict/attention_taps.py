@@ -11,11 +11,12 @@ import functools
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from pytest_cudaenv.verdict.attention_ops import ENTRY_POINTS, canonical, entry_points, of_module
+from pytest_cudaenv.verdict.attention_ops import ENTRY_POINTS, canonical, entry_points, is_known, of_module
 
 MODELING = "transformers.modeling_utils"
 FLASH_UTILS = "transformers.modeling_flash_attention_utils"
@@ -27,7 +28,7 @@ ORIGINAL = "_cudaenv_original"
 class OpenCall:
     """One open call: a registry's function, or an entry point inside it. Becomes a fact when the innermost one ends."""
 
-    __slots__ = ("arguments", "asked", "backend", "function", "has_inner", "module", "operators")
+    __slots__ = ("arguments", "asked", "backend", "function", "has_inner", "is_opaque", "module", "operators")
 
     def __init__(
         self, backend: str, function: Any, arguments: tuple[Any, Any], module: Any = None, asked: str | None = None
@@ -39,8 +40,29 @@ class OpenCall:
         """The attention module, where a registry's function says it."""
         self.asked = asked
         """What the module's config asked the registry for; None for an entry point."""
+        self.is_opaque = asked is not None and not is_known(asked)
+        """A project's backend of which nothing but the name is known: what it calls inside is its own affair."""
         self.has_inner = False
         self.operators: list[Any] = []
+
+
+_unseen = [0]
+"""How many blocks are open in which nothing is recorded; of the process, as a backward pass has threads of its own."""
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """A block whose attention is no part of what a test is judged by, such as a reference's."""
+    _unseen[0] += 1
+    try:
+        yield
+    finally:
+        _unseen[0] -= 1
+
+
+def is_unseen() -> bool:
+    """Whether such a block is open."""
+    return _unseen[0] > 0
 
 
 class Recorder(ABC):
@@ -60,6 +82,9 @@ class Recorder(ABC):
 
     def run(self, call: OpenCall) -> Any:
         """Make the call: what it returns or raises is the function's own."""
+        if is_unseen():
+            with self.around(call):
+                return call.function(*call.arguments[0], **call.arguments[1])
         stack = self.open
         stack.append(call)
         try:
@@ -67,6 +92,8 @@ class Recorder(ABC):
                 value = call.function(*call.arguments[0], **call.arguments[1])
         finally:
             stack.pop()
+        if any(outer.is_opaque for outer in stack):
+            return value
         if stack:
             stack[-1].has_inner = True
         if not call.has_inner:

@@ -7,10 +7,12 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pytest_cudaenv.verdict import parity_reference as refs
+from pytest_cudaenv.verdict.attention_ops import canonical, is_known
+from pytest_cudaenv.verdict.attention_taps import unseen
 from pytest_cudaenv.verdict.parity_numbers import (
     Leaf,
     ParityError,
@@ -21,6 +23,7 @@ from pytest_cudaenv.verdict.parity_numbers import (
     typical_error,
     worst,
 )
+from pytest_cudaenv.verdict.witness import watch
 
 K, GRAD_K = 2.0, 3.0
 """FlashAttention's factors, for outputs and for gradients."""
@@ -203,7 +206,7 @@ class AssertParity:
         check_masked_rows(mask)
         if mask is not None:
             batch = int(mask.shape[0])
-        with _watched(model) as seen:
+        with _watched(model, side.backends) as seen:
             candidate = _run(model, inputs, side.dtype, side, self.seed, options, mask)
         if side.is_eager and options.reference is None:
             again = _run(model, inputs, side.dtype, side, self.seed, options, mask)
@@ -222,7 +225,11 @@ class AssertParity:
         if seen.backends and seen.backends <= {refs.EAGER} and side.backends and not side.is_eager:
             text = f"the cell is {side.name}, and every attention that was seen is eager"
             raise ParityError("parity-same-backend", f"{text}: eager would be compared with itself")
-        if seen.backends - {refs.EAGER}:
+        if seen.others:
+            have = ", ".join(f"{ran} in {module}" for module, ran in list(seen.others.items())[:3])
+            text = f"the cell is {side.name}; have {have}"
+            raise ParityError("parity-other-backend", f"{text}: each attention module has to run what the cell names")
+        if any(name != refs.EAGER and is_known(name) for name in seen.backends):
             return ()
         if side.backends and options.compare is None and low is not None and _identical(candidate.outputs, low.outputs):
             # What was not watched can still be told: other kernels round otherwise.
@@ -248,10 +255,12 @@ class AssertParity:
 
         def made(kind: str, make: Callable[[], tuple[Any, Any]]) -> refs.Run:
             if (key, kind) not in self._references:
-                other, dtype = make()
+                with unseen():
+                    other, dtype = make()
                 if refs.is_module(other) and refs.is_module(model) and kind == "high":
                     notes.extend(f"buffer {n} is not what the config gives" for n in refs.rounded_buffers(model, other))
-                self._references[key, kind] = _run(other, inputs, dtype, side, self.seed, options, mask)
+                with unseen():
+                    self._references[key, kind] = _run(other, inputs, dtype, side, self.seed, options, mask)
             return self._references[key, kind]
 
         if isinstance(given, (str, os.PathLike)):
@@ -460,22 +469,21 @@ def _identical(one: Mapping[str, Leaf], other: Mapping[str, Leaf]) -> bool:
 @dataclass
 class _Seen:
     backends: frozenset[str] = frozenset()
-    note: str = "the witness is not there: which backend ran is not proven"
+    others: Mapping[str, str] = field(default_factory=dict)
+    """Module -> what it ran, where transformers was asked for that and not for what the cell names."""
+    note: str = "the witness saw no attention that it knows: which backend ran is not proven"
 
 
 @contextmanager
-def _watched(model: Any) -> Iterator[_Seen]:
+def _watched(model: Any, named: frozenset[str]) -> Iterator[_Seen]:
     """Which attention ran in the block, where the witness can tell."""
     seen = _Seen()
-    try:
-        from pytest_cudaenv.verdict.witness import watch  # type: ignore[import-not-found,unused-ignore]
-    except ImportError:
-        yield seen
-        return
     with watch(model if refs.is_module(model) else None) as witness:
         yield seen
     seen.backends = frozenset(witness.backends)
-    seen.note = "the witness saw no attention: which backend ran is not proven"
+    wanted = {canonical(name) for name in named}
+    calls = [call for call in witness.calls if not call.is_backward and call.asked is not None]
+    seen.others = {str(call.module): call.backend for call in calls if call.backend not in wanted}
 
 
 def _message(found: Parity, side: _Side, options: _Options) -> str:

@@ -487,6 +487,11 @@ def _without_synonyms(changed: list[str], have: Values, was: Values) -> list[str
     names = dict.fromkeys(changed)
     for old, new in LEGACY.items():
         if old not in names:
+            if old in have and have[old] is not MIXED and have[old] == was.get(old):
+                # Who gives it back by the older name leaves "ieee" where "none" was, which is the same.
+                for name in new:
+                    if {have.get(name), was.get(name)} == {"none", "ieee"}:
+                        names.pop(name, None)
             continue
         if MIXED in (have[old], was[old]) and any(n in names for n in new):
             del names[old]  # the newer setting says more

@@ -16,7 +16,7 @@ from typing import Any
 
 from pytest_cudaenv.verdict.attention_facts import bound, facts_of
 from pytest_cudaenv.verdict.attention_ops import SDPA, Operator, operator_of, own_operators
-from pytest_cudaenv.verdict.attention_taps import NOTHING_KNOWN, OpenCall, Recorder, Taps, itself, resolved
+from pytest_cudaenv.verdict.attention_taps import NOTHING_KNOWN, OpenCall, Recorder, Taps, is_unseen, itself, resolved
 from pytest_cudaenv.verdict.sdpa_choice import SdpaCall
 from pytest_cudaenv.verdict.seen import Call, Module, Seen, WitnessError
 
@@ -139,7 +139,7 @@ class _Detailed(Recorder):
     def _enter(self, module: Any, _inputs: Any) -> None:
         from torch.compiler import is_compiling
 
-        if is_compiling() or _is_of_compiler(type(module)):
+        if is_unseen() or is_compiling() or _is_of_compiler(type(module)):
             return
         stack = self._stack
         if not stack and self.taps.is_behind():
@@ -150,7 +150,7 @@ class _Detailed(Recorder):
     def _leave(self, module: Any, _inputs: Any, _output: Any) -> None:
         from torch.compiler import is_compiling
 
-        if is_compiling() or _is_of_compiler(type(module)):
+        if is_unseen() or is_compiling() or _is_of_compiler(type(module)):
             return
         stack = self._stack
         while stack and stack.pop() is not module:
@@ -209,6 +209,8 @@ class _Detailed(Recorder):
 
     def saw(self, name: str, operator: Operator) -> None:
         """A fused operator runs now."""
+        if is_unseen():
+            return
         if self.open and not operator.is_backward:
             self.open[-1].operators.append(operator)
             return

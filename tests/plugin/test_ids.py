@@ -347,7 +347,8 @@ def test_unknown_names_in_variables_are_usage_errors(
         (
             "class TestLegacy(unittest.TestCase):\n    @attn_backends('sdpa')\n    def test_one(self): ...",
             "test_it.py::TestLegacy::test_one: @attn_backends has no effect here: a unittest.TestCase method cannot "
-            "take fixtures; move it to a function or a plain class",
+            "take fixtures; go through pytest_cudaenv.current().cells(…) in it, or move it to a function or a plain "
+            "class",
         ),
     ],
     ids=["no backend", "no dtype", "impossible", "no fixture", "other fixture", "TestCase method"],

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from pytest_cudaenv.verdict import parity_reference  # noqa: E402
+from pytest_cudaenv.verdict import parity, parity_reference  # noqa: E402
 from pytest_cudaenv.verdict.parity import AssertParity  # noqa: E402
 from pytest_cudaenv.verdict.parity_numbers import ParityError  # noqa: E402
 from tests.verdict.parity_models import Tiny, cell, four_layers, models, registered, sdpa  # noqa: E402
@@ -39,31 +39,20 @@ def caught(attention: ATTENTION, tiny: Tiny = LLAMA, dtype: Any = torch.float32,
         return refused("lying", dtype, tiny.build("lying", dtype), **inputs, **call)
 
 
-@pytest.fixture(params=["absent", "blind"])
+@pytest.fixture(params=["seeing", "blind"])
 def witness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Neither a missing witness nor one that sees nothing may change a verdict about numbers."""
-    _install_witness(monkeypatch, None if request.param == "absent" else frozenset())
+    """A witness that sees nothing may not change a verdict about numbers."""
+    if request.param == "blind":
+        _install_witness(monkeypatch, frozenset())
     return str(request.param)
 
 
-def _install_witness(monkeypatch: pytest.MonkeyPatch, backends: frozenset[str] | None) -> None:
-    name = "pytest_cudaenv.verdict.witness"
-    if backends is None:
-        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
-        return
-    fake = ModuleType(name)
-
+def _install_witness(monkeypatch: pytest.MonkeyPatch, backends: frozenset[str]) -> None:
     @contextmanager
     def watch(model: Any = None) -> Iterator[Any]:
         yield SimpleNamespace(backends=backends, calls=())
 
-    fake.watch = watch  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, name, fake)
-
-
-@pytest.fixture(autouse=True)
-def _no_witness(monkeypatch: pytest.MonkeyPatch) -> None:
-    _install_witness(monkeypatch, None)
+    monkeypatch.setattr(parity, "watch", watch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
@@ -102,6 +91,17 @@ def test_eager_under_another_name_is_told_by_its_bits() -> None:
         error = refused("fa9", torch.bfloat16, model, **LLAMA.inputs())
     assert error.code == "parity-same-backend"
     assert "bit for bit" in str(error)
+
+
+def test_a_layer_on_another_backend_is_told_by_the_witness() -> None:
+    """Its numbers are right: only who looks at each layer can tell."""
+    model = LLAMA.build("sdpa", torch.float32)
+    layer = model.model.layers[1].self_attn
+    layer.config = copy.deepcopy(layer.config)
+    layer.config._attn_implementation = "eager"
+    error = refused("sdpa", torch.float32, model, input_ids=LLAMA.inputs()["input_ids"])
+    assert error.code == "parity-other-backend"
+    assert "eager in model.layers.1.self_attn" in str(error)
 
 
 def test_eager_under_another_name_is_told_by_the_witness(monkeypatch: pytest.MonkeyPatch) -> None:

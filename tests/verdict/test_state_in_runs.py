@@ -11,8 +11,13 @@ LEAK = "needs torch.backends.cuda.matmul.allow_tf32 given back; have True, was F
 
 @pytest.fixture(autouse=True)
 def _as_it_was() -> object:
+    from pytest_cudaenv.verdict.state import State
+
+    state = State()
+    before = state.read()
     yield
     assert torch.backends.cuda.matmul.allow_tf32 is False, "an inner run left TF32 on"
+    state.set_back(before)  # False by the older API is "ieee" by the new one, not "none"
 
 
 def cells(*bodies: str) -> str:
