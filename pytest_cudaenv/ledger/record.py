@@ -294,6 +294,7 @@ class Ledger:
             "findings": record.get("findings"),
             "witness": record.get("witness"),
             "parity": record.get("parity"),
+            "kernels": record.get("kernels"),
             "breach": record.get("breach"),
             "unmarked": record.get("unmarked"),
             "message": test.message if test.outcome in {"failed", "error"} else None,
