@@ -22,11 +22,21 @@ from pytest_cudaenv.fixtures.devices import (
     device,
     mixed_precision,
 )
-from pytest_cudaenv.names import DIST, MARKER_LINES
+from pytest_cudaenv.fixtures.hub_kernels import cudaenv_parked_kernels, hub_kernels
+from pytest_cudaenv.names import DIST, HUB_KERNELS, MARKER_LINES
 from pytest_cudaenv.options import SWITCH, add_options
 from pytest_cudaenv.session import CHECK_INHERITED, NVML_CHECK, SESSION, CudaSession
 
-__all__ = ["cuda_device", "cuda_devices", "cuda_process_id", "cudaenv_grant", "device", "mixed_precision"]
+__all__ = [
+    "cuda_device",
+    "cuda_devices",
+    "cuda_process_id",
+    "cudaenv_grant",
+    "cudaenv_parked_kernels",
+    "device",
+    "hub_kernels",
+    "mixed_precision",
+]
 
 CELL_NAMES = frozenset({"attn_backend", "dtype"})
 
@@ -108,6 +118,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         from pytest_cudaenv.cells import parametrize
 
         parametrize(metafunc, lists)
+    if lists is not None and HUB_KERNELS in metafunc.fixturenames:
+        from pytest_cudaenv import kernel_states
+
+        # From marks and the ini file alone: ids never depend on options or the environment.
+        kernel_states.parametrize(metafunc, by_default=metafunc.config.getini("cuda_hub_kernels") == "both")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,6 +17,7 @@ import pytest
 from pytest_cudaenv import compat
 from pytest_cudaenv.grants.current import Current, enter, leave
 from pytest_cudaenv.grants.grant import Grant
+from pytest_cudaenv.kernel_observer import KernelObserver
 from pytest_cudaenv.ledger.record import needs
 from pytest_cudaenv.observers import Observers
 from pytest_cudaenv.plan import Plan, expect_failure, matching_bad_cell
@@ -42,7 +43,7 @@ class Runner:
         """The grant that session-scoped device fixtures were built with."""
         self._needs: dict[tuple[Requirement, tuple[tuple[str, Requirement], ...]], dict[str, Any]] = {}
         self._root: tuple[Any, pytest.FixtureRequest] | None = None
-        self.observers = Observers((), strict=session.settings.strict)
+        self.observers = Observers((KernelObserver(),), strict=session.settings.strict)
 
     def set_up(self, item: pytest.Item, plan: Plan) -> None:
         """Before a test's fixtures: skip it with its reasons, or give it its grant and seed."""

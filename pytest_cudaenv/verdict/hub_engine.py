@@ -17,22 +17,14 @@ from typing import Any, Literal, NoReturn
 
 from pytest_cudaenv.host.software import Software, installed_software
 from pytest_cudaenv.requirements.hub_kernels import pair_reasons
+from pytest_cudaenv.requirements.kernel_sources import Given, HubLayer, LocalLayer, LockedLayer, Source, source
 from pytest_cudaenv.requirements.reason import Rank, Reason, brief
 from pytest_cudaenv.verdict import kernel_rows
 from pytest_cudaenv.verdict.kernel_attention import AttentionKernels
 from pytest_cudaenv.verdict.kernel_errors import Diagnosis, HubKernelError, KernelFaultError, Outcome, diagnose
-from pytest_cudaenv.verdict.kernel_report import KernelReport, Replacement
+from pytest_cudaenv.verdict.kernel_mapping import mapping_of, mode_named, of_kernels
+from pytest_cudaenv.verdict.kernel_report import KernelReport, KernelReportError, Replacement
 from pytest_cudaenv.verdict.kernel_rows import places
-from pytest_cudaenv.verdict.kernel_sources import (
-    Given,
-    HubLayer,
-    LocalLayer,
-    LockedLayer,
-    Source,
-    mapping_of,
-    mode_named,
-    source,
-)
 from pytest_cudaenv.verdict.kernel_state import UNSET, KernelState, Parked, put_back
 from pytest_cudaenv.verdict.kernel_tracker import Refused, Tracker
 
@@ -112,6 +104,8 @@ class HubKernels:
 
     def begin(self) -> None:
         """Keep what the process's kernels are now. Refuses the test where no kernel could be used."""
+        if self.kernels == "off" and not _imports("kernels"):
+            return  # nothing to keep, and nothing to leave
         _ = self.state
 
     def end(self) -> None:
@@ -126,12 +120,21 @@ class HubKernels:
                 self._state.restore()
                 self._state = None
 
-    def finish(self) -> None:
-        """After a test that passed: raise what its reports leave open."""
+    def unproven(self) -> list[KernelReportError | HubKernelError]:
+        """After a test that passed: what its reports, or its marker, leave open."""
+        found: list[KernelReportError | HubKernelError] = []
+        if self._executed is not None and not self.reports:
+            text = "marked with hub_kernels, and the test turned no kernel on: call hub_kernels.on(model) or .compare"
+            found.append(HubKernelError("kernels-unused", text))
         for report in self.reports:
-            if isinstance(report, LiveReport) and report.check is not None:
-                check, report.check = report.check, None
-                check()
+            check = getattr(report, "check", None)
+            if check is not None:
+                report.check = None  # type: ignore[attr-defined]
+                try:
+                    check()
+                except (KernelReportError, HubKernelError) as error:
+                    found.append(error)
+        return found
 
     def as_data(self) -> dict[str, Any] | None:
         """The test's reports as one, as the ledger carries it; None without any."""
@@ -222,6 +225,7 @@ class HubKernels:
         _ = self.state
         if not self._overrides:
             self._stack.enter_context(self._overridden_versions())
+        self.state.forget_answers()
         self._overrides[repo] = folder
         kept = [e for e in (self.state.local_kernels or "").split(":") if e and not e.startswith(f"{repo}=")]
         mine = [f"{name}={where}" for name, where in self._overrides.items()]
@@ -505,7 +509,7 @@ class HubKernels:
 
         wanted = source(layer, self._root) if isinstance(layer, str) else layer
         with self._diagnosed(str(wanted)):
-            repository = wanted.repository()
+            repository = of_kernels(wanted)
             cls = repository.load()
             _validate_layer(check_cls=type(like), cls=cls, repo=str(wanted))
         claims = {
@@ -528,6 +532,16 @@ class HubKernels:
         if claims["can_torch_compile"] and compile is not False:
             _check_compiles(kernelized, inputs, wanted)
         return claims
+
+
+def _imports(module: str) -> bool:
+    from importlib import import_module
+
+    try:
+        import_module(module)
+    except Exception:  # DISABLE_KERNEL_MAPPING=true raises ValueError
+        return False
+    return True
 
 
 def _off(variable: str, effect: str) -> Reason:

@@ -95,9 +95,14 @@ _RULES = (
     _Rule(("FileNotFoundError",), r"Cannot find a build variant for this system",
           "kernels-no-build", _E, "Name a folder that holds a build, as build/torch-universal."),
     _Rule(("FileNotFoundError",), r"Cannot find a local snapshot",
-          "kernels-offline", _S, 'While online, load it once with revision="v<version>", or name it in LOCAL_KERNELS.'),
+          "kernels-offline", _S, 'While online, load it once with revision="v<version>", or name it in LOCAL_KERNELS.',
+          lambda _: "offline, not cached"),
     _Rule(("ValueError",), r"is not available in the local cache",
-          "kernels-offline", _S, 'While online, load it once with revision="v<version>", or name it in LOCAL_KERNELS.'),
+          "kernels-offline", _S, 'While online, load it once with revision="v<version>", or name it in LOCAL_KERNELS.',
+          lambda _: "offline, not cached"),
+    _Rule(("LocalEntryNotFoundError",), r"cached snapshot",
+          "kernels-offline", _S, 'While online, load it once with revision="v<version>", or name it in LOCAL_KERNELS.',
+          lambda _: "offline, not cached"),
     _Rule(("ValueError",), r"could not verify publisher trust status",
           "kernels-unreachable", _S, "Let this host reach the Hub, or set HF_HUB_OFFLINE=1 and warm the cache."),
     _Rule(("ConnectError", "ConnectTimeout", "ReadTimeout", "OfflineModeIsEnabled", "LocalEntryNotFoundError",
@@ -174,7 +179,10 @@ def diagnose(error: BaseException) -> Diagnosis:
             text = _text(one)
             if (not rule.classes or names & set(rule.classes)) and re.search(rule.pattern, text, re.DOTALL):
                 shown = rule.show(text) if rule.show is not None else _first(text)
-                return Diagnosis(rule.code, rule.outcome, shown, rule.remedy, have=shown if rule.show else "")
+                # A skip's line has room for the names of the variants; why each was refused goes with the remedy.
+                have = re.sub(r": [^;]*", "", shown) if rule.show is _variants else shown if rule.show else ""
+                remedy = f"{rule.remedy[:-1]} ({shown})." if rule.show is _variants else rule.remedy
+                return Diagnosis(rule.code, rule.outcome, shown, remedy, have=have)
     notes = " ".join(getattr(error, "__notes__", ()))
     if "while importing kernel" in notes:
         text = f"{type(error).__name__}: {_first(_text(error))} ({notes})"

@@ -158,7 +158,7 @@ class KernelState:
         # A layer's arguments are checked only when it is first cached: each test checks its own.
         self._cached_layers = dict(layer._CACHED_LAYER)
         layer._CACHED_LAYER.clear()
-        repos._find_capability.cache_clear()
+        self.forget_answers()
         self._loaded = importer._loaded_kernels
         self.loaded = importer._loaded_kernels = LoadedKernels(self._loaded, parked or Parked())
         self._replace, self._memoize = layer._replace_forward, layer._get_layer_memoize
@@ -166,6 +166,11 @@ class KernelState:
         self._transformers = _transformers_state()
         self._set_use_kernels = self._watch_models()
         self.local_kernels = os.environ.get("LOCAL_KERNELS")
+
+    def forget_answers(self) -> None:
+        """Have `kernels` ask again for the device's capability, and for the commits of versions: it asks only once."""
+        self._repos._find_capability.cache_clear()
+        self._layer.LayerRepository._resolve_revision.cache_clear()
 
     def _note_forward(self, module: Any, layer: type) -> None:
         # The one place where `kernels` replaces a forward, whoever asks for it.
@@ -216,7 +221,7 @@ class KernelState:
         self._restore_mapping()
         self._layer._CACHED_LAYER.clear()
         self._layer._CACHED_LAYER.update(self._cached_layers)
-        self._repos._find_capability.cache_clear()
+        self.forget_answers()
         if self._importer._loaded_kernels is self.loaded:
             self.loaded.park()
             self._importer._loaded_kernels = self._loaded

@@ -8,9 +8,9 @@ from typing import Any, NoReturn, TypeAlias
 
 from pytest_cudaenv.verdict import kernel_rows
 from pytest_cudaenv.verdict.kernel_errors import Diagnosis, HubKernelError, diagnose
+from pytest_cudaenv.verdict.kernel_mapping import mode_text
 from pytest_cudaenv.verdict.kernel_report import Replacement
 from pytest_cudaenv.verdict.kernel_rows import Place, places
-from pytest_cudaenv.verdict.kernel_sources import mode_text
 from pytest_cudaenv.verdict.kernel_state import UNSET, KernelState, put_back
 
 Refused: TypeAlias = "tuple[Diagnosis, Place, BaseException]"
