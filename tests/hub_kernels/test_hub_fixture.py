@@ -219,7 +219,7 @@ def test_with_kernels_off_nothing_of_kernels_is_needed(
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ('@uses_kernels(mapping=3)\ndef test_a(hub_kernels): pass', "dict of layer name and kernel"),
+        ("@uses_kernels(mapping=3)\ndef test_a(hub_kernels): pass", "dict of layer name and kernel"),
         ('@uses_kernels({"RMSNorm": "liger"})\ndef test_a(hub_kernels): pass', "names no kernel's layer"),
         ('@uses_kernels({"RMSNorm": "org/name:L"})\ndef test_a(hub_kernels): pass', "neither version nor revision"),
         ('@uses_kernels(mode="fast")\ndef test_a(hub_kernels): pass', "choose from inference"),
