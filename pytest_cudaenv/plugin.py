@@ -152,6 +152,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     try:
         if state.keeps_books:
             state.bookkeeping.start([item.nodeid for item in session.items])
+        state.provide_kernels(session.items)
         state.start_isolation(session)
         state.start_unmarked(session)
         return (yield)
@@ -243,6 +244,7 @@ def pytest_configure_node(node: Any) -> None:
     # xdist's controller does not collect: its workers say whether the suite uses the plugin.
     if (session := node.config.stash.get(SESSION, None)) is not None:
         node.workerinput["cudaenv_mailbox"] = session.reporting.mailbox
+        node.workerinput["cudaenv_kernels"] = f"{session.reporting.mailbox}-kernels"
         node.workerinput[CHECK_INHERITED] = session.environment.has_set(NVML_CHECK)
 
 
@@ -258,12 +260,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from pytest_cudaenv.mailbox import tell
 
         tell(Path(workerinput["cudaenv_requests"]), state, session.items)
+    if state is not None and state.planned and workerinput is not None and "cudaenv_kernels" in workerinput:
+        state.tell_kernels(workerinput["cudaenv_kernels"], session.items)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     if (session := node.config.stash.get(SESSION, None)) is not None:
         session.reporting.hear_worker()
+        session.hear_kernels()
         if session.keeps_books:
             session.bookkeeping.start_once(ids)
 

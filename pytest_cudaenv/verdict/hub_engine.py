@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 
 from pytest_cudaenv.host.software import Software, installed_software
 from pytest_cudaenv.requirements.hub_kernels import pair_reasons
-from pytest_cudaenv.requirements.kernel_sources import Given, HubLayer, LocalLayer, LockedLayer, Source, source
+from pytest_cudaenv.requirements.kernel_sources import Given, HubLayer, LocalLayer, LockedLayer, Source, source, sources
 from pytest_cudaenv.requirements.reason import Rank, Reason, brief
 from pytest_cudaenv.verdict import kernel_rows
 from pytest_cudaenv.verdict.kernel_attention import AttentionKernels
@@ -74,6 +74,7 @@ class HubKernels:
         allow_fallback: Collection[str] = (),
         root: Path | None = None,
         parked: Parked | None = None,
+        at_hand: Collection[str] = (),
         software: Callable[[], Software] = installed_software,
     ) -> None:
         self.kernels = kernels
@@ -86,6 +87,8 @@ class HubKernels:
         self._mode, self._executed, self._allow = mode, executed, allow_fallback
         self._root = root or Path.cwd()
         self._parked = parked
+        self._at_hand = frozenset(at_hand)
+        """Repositories that are in the cache, and load without asking the Hub."""
         self._software = software
         self._state: KernelState | None = None
         self._live: list[LiveReport] = []
@@ -185,6 +188,15 @@ class HubKernels:
         except Exception as error:
             self._end_for(diagnose(error), subject, error)
 
+    @contextmanager
+    def _without_hub(self, repos: Collection[str]) -> Iterator[None]:
+        """A block that asks the Hub nothing, where the run has downloaded all these repositories already."""
+        if not repos or not self._at_hand.issuperset(repos):
+            yield
+            return
+        with self.state.offline():
+            yield
+
     # Where kernels come from -----------------------------------------------------------------------------------
 
     def local(self, path: str | os.PathLike[str], layer: str) -> LocalLayer:
@@ -258,7 +270,7 @@ class HubKernels:
         from kernels import get_kernel
 
         _ = self.state
-        with self._diagnosed(repo):
+        with self._diagnosed(repo), self._without_hub([repo]):
             at = {"revision": revision} if revision is not None else {"version": 1 if version is None else version}
             return get_kernel(repo, **at)
 
@@ -334,11 +346,12 @@ class HubKernels:
         with self._diagnosed("the mapping"):
             repositories = _transformers_mapping(model) if given is None else mapping_of(given, kind.type, self._root)
         tracker = Tracker(self.state, self._refuse_worst, allow=allow, wanted=list(repositories))
+        named = [one.repo for one in sources(given or {}) if not isinstance(one, LocalLayer)]
 
         def replace() -> None:
             from kernels import use_kernel_mapping
 
-            with use_kernel_mapping(repositories, inherit_mapping=False):
+            with use_kernel_mapping(repositories, inherit_mapping=False), self._without_hub(named):
                 tracker.replace(model, _mode_of(model, fixed), kind)
 
         tracker.add(model)
@@ -437,7 +450,7 @@ class HubKernels:
         flash._loaded_implementation = None
         before = model.config._attn_implementation
         attention = self._stack.enter_context(AttentionKernels(hub_kernels, function))
-        with self._diagnosed(name):
+        with self._diagnosed(name), self._without_hub([repo.partition("@")[0]]):
             model.set_attn_implementation(name)
         used = model.config._attn_implementation
         if used != name:

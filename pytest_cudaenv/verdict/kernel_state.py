@@ -13,7 +13,8 @@ import copy
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -135,6 +136,18 @@ class LoadedKernels(dict[Path, Any]):
             sys.modules.update(modules)
 
 
+class _Offline:
+    """In place of `huggingface_hub.constants`, in modules of `kernels`."""
+
+    HF_HUB_OFFLINE = True
+
+    def __init__(self, constants: Any) -> None:
+        self._constants = constants
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._constants, name)
+
+
 class KernelState:
     """What a process's kernels were when it was made; `restore` puts everything back. Imports `kernels`."""
 
@@ -166,6 +179,21 @@ class KernelState:
         self._transformers = _transformers_state()
         self._set_use_kernels = self._watch_models()
         self.local_kernels = os.environ.get("LOCAL_KERNELS")
+
+    @contextmanager
+    def offline(self) -> Iterator[None]:
+        """A block in which `kernels` looks for kernels in the cache alone, and other downloads are as they were."""
+        from kernels import load, variants
+
+        modules = [module for module in (load, variants, self._layer) if hasattr(module, "constants")]
+        kept = [module.constants for module in modules]
+        for module in modules:
+            module.constants = _Offline(module.constants)
+        try:
+            yield
+        finally:
+            for module, constants in zip(modules, kept, strict=True):
+                module.constants = constants
 
     def forget_answers(self) -> None:
         """Have `kernels` ask again for the device's capability, and for the commits of versions: it asks only once."""
