@@ -33,6 +33,7 @@ def prepare(session: nox.Session, pytest: str) -> None:
     session.install("pytest" if pytest == "newest" else f"pytest=={pytest}")
     if pytest == "newest":
         session.install("--upgrade", "pytest")
+    session.install("--no-deps", "-e", str(Path(__file__).parent))  # for the console script
     site = Path(session.virtualenv.location).glob("lib/python*/site-packages")
     shared = dict.fromkeys((str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
     for folder in site:

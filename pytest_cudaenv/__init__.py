@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from pytest_cudaenv.verdict.kernel_report import KernelReport as KernelReport
 
     attn_backends: NamedMark
+    attn_sdpa_kernel: NamedMark
     cuda_isolated: NamedMark
+    cuda_memory: NamedMark
     dtypes: NamedMark
     hub_kernels: NamedMark
     requires_attn_backend: NamedMark
@@ -54,7 +56,9 @@ __all__ = [
     "OwnProcess",
     "__version__",
     "attn_backends",
+    "attn_sdpa_kernel",
     "cuda_isolated",
+    "cuda_memory",
     "current",
     "device_process",
     "dtypes",

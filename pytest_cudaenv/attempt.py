@@ -159,7 +159,8 @@ class Attempt:
                 compat.set_terminal_line(config, message.get("line"))
             if message["late"] and report.nodeid != self.item.nodeid:
                 # xdist takes reports of the running test only; the text says whose it is.
-                report.longrepr = f"teardown of {report.nodeid}, at the end of its device process:\n{report.longrepr}"
+                text = f"teardown of {report.nodeid}, at the end of its device process:\n{report.longreprtext}"
+                report.longrepr = compat.failure_of(text, self.item.location)
                 report.nodeid = self.item.nodeid
                 self._of_others.append(report)
             if "_subtest.context" not in message["report"]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_cudaenv import compat
 from pytest_cudaenv._version import __version__
 from pytest_cudaenv.ledger.contract import CODE, Contract, Promise, Runner, read_promise, read_runners
 from pytest_cudaenv.ledger.record import Ledger, Report, run_facts
@@ -128,8 +129,11 @@ class Bookkeeping:
 
     def _take_in(self, reports: Sequence[pytest.TestReport]) -> None:
         for report in reports:
+            if compat.is_subtest(report) and report.outcome != "failed":
+                continue  # a part: what becomes of the test is told by its own report
             record: dict[str, Any] = getattr(report, "cudaenv", None) or {}
-            if report.when == "call" and report.outcome in {"passed", "failed"} and "breach" not in record:
+            is_test = not compat.is_subtest(report)
+            if report.when == "call" and report.outcome in {"passed", "failed"} and "breach" not in record and is_test:
                 self.ran += 1
                 self.ran_on_cuda += record.get("ran_on") not in {None, "CPU"}
             if self.ledger is not None:

@@ -181,6 +181,14 @@ def finish_fixture(definition: Any, request: pytest.FixtureRequest) -> None:
     definition.finish(request)
 
 
+def add_finalizer(definition: Any, finalizer: Callable[[], object]) -> None:
+    """Have this called when a fixture that has just been set up is torn down, before its own teardown.
+
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/fixtures.py (FixtureDef.addfinalizer, finish)
+    """
+    definition.addfinalizer(finalizer)
+
+
 def mute(config: pytest.Config, hooks: tuple[str, ...], keep: tuple[object, ...]) -> None:
     """Take every plugin but `keep` off these hooks, for the rest of the process.
 
@@ -383,6 +391,37 @@ def set_terminal_line(config: pytest.Config, line: str | None) -> None:
     writer = getattr(config.pluginmanager.get_plugin("terminalreporter"), "_tw", None)
     if writer is not None and line is not None:
         writer._current_line = line
+
+
+def is_unittest(item: pytest.Item) -> bool:
+    """Whether a test is a method of a `unittest.TestCase`."""
+    import unittest
+
+    cls = getattr(item, "cls", None)
+    return isinstance(cls, type) and issubclass(cls, unittest.TestCase)
+
+
+def reports_subtests(item: pytest.Item) -> bool:
+    """Whether a `TestCase.subTest` is reported: since pytest 9, or with pytest-subtests.
+
+    unittest asks its result for `addSubTest`, and pytest's result is the item:
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/unittest.py (TestCaseFunction)
+    """
+    return hasattr(item, "addSubTest")
+
+
+def is_subtest(report: pytest.TestReport) -> bool:
+    """Whether a report is of a part of a test: the test's own follows.
+
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/subtests.py (class SubtestReport)
+    """
+    return hasattr(report, "context")
+
+
+def subtest_name(report: pytest.TestReport) -> str:
+    """A subtest's arguments, as `(cell='sdpa-bf16')`."""
+    kwargs = getattr(getattr(report, "context", None), "kwargs", {})
+    return f"({', '.join(f'{name}={value}' for name, value in kwargs.items())})"
 
 
 def failed_subtests(config: pytest.Config, report: pytest.TestReport) -> int:

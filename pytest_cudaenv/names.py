@@ -26,8 +26,12 @@ MARKER_LINES = (
     "cuda_isolated(): a device process of its own, where --cuda-isolation is not off",
     "attn_backends(*names, exclude=(), model=None): the attention backends of this test's cells",
     "dtypes(*names, exclude=()): the dtypes of this test's cells",
+    "attn_sdpa_kernel(*kernels): sdpa runs these kernels alone while the test's body runs, the first possible one of "
+    "'flash', 'efficient', 'cudnn', 'math'; the test fails where another ran",
     "xfail_cells(attn_backend=None, dtype=None, capability=None, reason='', issue='', until=None): cells that are "
     "known to fail; past the date `until` the test fails",
+    "cuda_memory(peak=None, leak=None): the most device memory ('2GiB') that the test may use at once, and keep after "
+    "its end ('0': none)",
     "hub_kernels(mapping=None, mode=None, executed=True, allow_fallback=(), use=None): the Hub kernels that the "
     "fixture hub_kernels puts into this test's models; use='both' generates it with kernels off and on",
     "cuda: added to every test that asks for a device, however it asked",
@@ -43,13 +47,13 @@ MARKERS = frozenset(line.partition("(")[0] for line in MARKER_LINES if "(" in li
 DIST = "cuda"
 """What `--dist` is given for this plugin's scheduler."""
 
-NEEDS_DEVICE = frozenset({"cuda_device", "cuda_devices"})
+NEEDS_DEVICE = frozenset({"cuda_device", "cuda_devices", "cuda_memory"})
 """Fixtures that a test cannot have without a device."""
 
 TAKES_DEVICE = frozenset({"device", "cell", "attn_backend", "mixed_precision", "hub_kernels"})
 """Fixtures that ask for a device where the host has one."""
 
-FIXTURES = NEEDS_DEVICE | TAKES_DEVICE | {"dtype"}
+FIXTURES = NEEDS_DEVICE | TAKES_DEVICE | {"dtype", "attn_witness", "assert_parity", "expectations"}
 
 HUB_KERNELS = "hub_kernels"
 """The fixture, the marker, and the parameter of a test that is generated with kernels off and on."""

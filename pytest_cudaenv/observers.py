@@ -19,8 +19,20 @@ if TYPE_CHECKING:
 class Observer(ABC):
     """Watches for one thing. Without torch imported it does nothing, and it never imports it."""
 
+    def before(self, item: pytest.Item) -> None:  # noqa: B027
+        """A test that will be watched is next: nothing of it has run, and no other plugin's hook."""
+
     def begin(self, item: pytest.Item, plan: Plan, grant: Grant) -> None:  # noqa: B027
-        """The test has its grant and seed; its fixtures are next."""
+        """The test has its grant; its seed and its fixtures are next."""
+
+    def wider_begins(self) -> None:  # noqa: B027
+        """A fixture of a wider scope than a test is set up or torn down next, maybe while none is watched.
+
+        Until `wider_ends`; such blocks may be nested.
+        """
+
+    def wider_ends(self, fixture: str, *, is_over: bool) -> None:  # noqa: B027
+        """The end of that: the fixture in words, and whether it was torn down."""
 
     def call(self, item: pytest.Item) -> None:  # noqa: B027
         """The test's fixtures are there; its body is next."""
@@ -46,8 +58,20 @@ class Observers:
         self.strict = strict
         self._watched: pytest.Item | None = None
 
-    def begin(self, item: pytest.Item, plan: Plan, grant: Grant) -> None:
+    def before(self, item: pytest.Item) -> None:
         """See `Observer`; so are the others."""
+        for observer in self.observers:
+            observer.before(item)
+
+    def wider_begins(self) -> None:
+        for observer in self.observers:
+            observer.wider_begins()
+
+    def wider_ends(self, fixture: str = "", *, is_over: bool = False) -> None:
+        for observer in reversed(self.observers):
+            observer.wider_ends(fixture, is_over=is_over)
+
+    def begin(self, item: pytest.Item, plan: Plan, grant: Grant) -> None:
         self._watched = item
         for observer in self.observers:
             observer.begin(item, plan, grant)

@@ -125,6 +125,13 @@ OPTIONS = (
         is_switch=True,
     ),
     Option(
+        "update-expectations",
+        "write into golden files (expectations/<module>.json) what they do not expect on this device",
+        "",
+        default=False,
+        is_switch=True,
+    ),
+    Option(
         "assume",
         "take this distribution as installed and working; repeat for more",
         "DIST[==VERSION]",

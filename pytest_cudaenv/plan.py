@@ -14,7 +14,7 @@ from pytest_cudaenv.cells import PACKAGE, CellParameters, axis_of, backend_names
 from pytest_cudaenv.host.devices import CudaDevice
 from pytest_cudaenv.names import FIXTURES, HUB_KERNELS, KERNEL_STATES, NEEDS_DEVICE, TAKES_DEVICE
 from pytest_cudaenv.requirements import attention
-from pytest_cudaenv.requirements.markers import MARKERS, KernelUse, KnownBadCell
+from pytest_cudaenv.requirements.markers import MARKERS, NO_LIMIT, KernelUse, KnownBadCell, MemoryLimit, SdpaKernels
 from pytest_cudaenv.requirements.requirement import Requirement, with_cell
 from pytest_cudaenv.requirements.sizes import version_tuple_fits
 
@@ -30,13 +30,23 @@ class Plan:
     sources: tuple[tuple[str, Requirement], ...] = ()
     """(`@requires_cuda(devices=2)` or `fixture cuda_device`, what it adds)."""
     known_bad: tuple[KnownBadCell, ...] = ()
-    kernels: str | None = None
+    memory: MemoryLimit = NO_LIMIT
+    is_compared: bool = False
+    """Whether its numbers are compared with a reference's, though it may have neither device nor cell."""
+    sdpa_kernels: tuple[str, ...] = ()
+    """The kernels that sdpa may run while the body runs, from the closest mark; empty: any."""
+    hub_kernels: str | None = None
     """`on` or `off`: how it uses the fixture hub_kernels; None: it does not."""
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether observers are told of the test."""
+        return self.is_seeded or bool(self.sdpa_kernels)
 
     @property
     def is_seeded(self) -> bool:
         """Whether the test starts from a seed made from its id: every device and cell test does."""
-        return self.requirement.asks_for_device or self.cell.id is not None
+        return self.requirement.asks_for_device or self.cell.id is not None or self.is_compared
 
 
 def plan_of(item: pytest.Item) -> Plan | None:
@@ -53,7 +63,9 @@ def plan_of(item: pytest.Item) -> Plan | None:
         return None
     sources: list[tuple[str, Requirement]] = []
     known_bad: list[KnownBadCell] = []
-    kernels = kernel_state(item, ours)
+    memory = NO_LIMIT
+    kernels: list[SdpaKernels] = []
+    state = kernel_state(item, ours)
     uses: list[tuple[str, Requirement]] = []
     for mark in marks:
         declared = _declaration(item, mark)
@@ -61,10 +73,14 @@ def plan_of(item: pytest.Item) -> Plan | None:
             sources.append((_spelled(mark), declared))
         elif isinstance(declared, KnownBadCell):
             known_bad.append(declared)
+        elif isinstance(declared, MemoryLimit):
+            memory = memory.merged(declared)  # marks come innermost first
+        elif isinstance(declared, SdpaKernels):
+            kernels.append(declared)
         elif isinstance(declared, KernelUse):
             uses.append((_spelled(mark), declared.requirement))
-    _check_kernels(item, kernels)
-    if kernels == "on":
+    _check_kernels(item, state)
+    if state == "on":
         sources += uses[:1]  # the closest says it all, as a mapping is no list to add to
         sources.append((f"fixture {HUB_KERNELS}", Requirement(needs_kernels=True)))
     sources += adopted.sources
@@ -75,11 +91,21 @@ def plan_of(item: pytest.Item) -> Plan | None:
     _check_cell(item, cell)
     _check_known_bad(item, cell, known_bad)
     if cell.id is not None:
-        sources.append((f"cell {cell.id}", _cell_requirement(item, cell)))
+        sources.append((f"cell {cell.id}", cell_requirement(cell, axis_of(item, "attn_backends").model)))
     requirement = Requirement()
     for _, declared_requirement in sources:
         requirement = requirement.merged(declared_requirement)
-    return Plan(requirement, cell, tuple(sources), tuple(known_bad), kernels)
+    forced = kernels[0].names if kernels else ()
+    return Plan(
+        requirement,
+        cell,
+        tuple(sources),
+        tuple(known_bad),
+        memory=memory,
+        sdpa_kernels=forced,
+        is_compared="assert_parity" in ours,
+        hub_kernels=state,
+    )
 
 
 def kernel_state(item: pytest.Item, ours: frozenset[str]) -> str | None:
@@ -90,9 +116,9 @@ def kernel_state(item: pytest.Item, ours: frozenset[str]) -> str | None:
     return state if state in KERNEL_STATES else "on"
 
 
-def _check_kernels(item: pytest.Item, kernels: str | None) -> None:
+def _check_kernels(item: pytest.Item, state: str | None) -> None:
     """Refuse the marker on a test that cannot use it: it would do nothing and say nothing."""
-    if kernels is None and any(mark.name == HUB_KERNELS for mark in getattr(item, "own_markers", ())):
+    if state is None and any(mark.name == HUB_KERNELS for mark in getattr(item, "own_markers", ())):
         hint = "request the fixture `hub_kernels`"
         raise pytest.Collector.CollectError(f"{item.nodeid}: @{HUB_KERNELS} has no effect here: {hint}")
 
@@ -109,13 +135,13 @@ def _spelled(mark: pytest.Mark) -> str:
     return f"@{mark.name}({', '.join(arguments)})" if arguments else f"@{mark.name}"
 
 
-def _cell_requirement(item: pytest.Item, cell: CellParameters) -> Requirement:
+def cell_requirement(cell: CellParameters, model: type | None) -> Requirement:
+    """What a cell needs; with a model class, what that class supports."""
     requirement = with_cell(Requirement(), cell.backends, cell.dtype)
     if not cell.backends:
         requirement = replace(requirement, device_if_any=False)
     if cell.dtype is not None:
         requirement = replace(requirement, dtypes=(cell.dtype,))
-    model = axis_of(item, "attn_backends").model
     if model is not None and isinstance(cell.attn_backend, str):
         requirement = replace(requirement, model_reasons=tuple(attention.model_reasons(cell.attn_backend, model)))
     return requirement
@@ -123,7 +149,7 @@ def _cell_requirement(item: pytest.Item, cell: CellParameters) -> Requirement:
 
 def _check_axes(item: pytest.Item, ours: frozenset[str]) -> None:
     """Refuse lists of cells on a test that cannot have any: they would do nothing and say nothing."""
-    is_unittest = _is_unittest(item)
+    is_unittest = compat.is_unittest(item)
     marks = list(getattr(item, "own_markers", ()))
     if is_unittest and (case := item.getparent(pytest.Class)) is not None:
         # A plain class may have a list for those of its tests that take it; of a TestCase none can.
@@ -133,7 +159,10 @@ def _check_axes(item: pytest.Item, ours: frozenset[str]) -> None:
         if fixture is None or fixture in ours:
             continue
         if is_unittest:
-            hint = "a unittest.TestCase method cannot take fixtures; move it to a function or a plain class"
+            hint = (
+                "a unittest.TestCase method cannot take fixtures; go through pytest_cudaenv.current().cells(…) in it, "
+                "or move it to a function or a plain class"
+            )
         else:
             hint = f"request the fixture `cell` or `{fixture}`"
         raise pytest.Collector.CollectError(f"{item.nodeid}: @{mark.name} has no effect here: {hint}")
@@ -158,13 +187,6 @@ def _check_known_bad(item: pytest.Item, cell: CellParameters, known_bad: list[Kn
         if (known.attn_backend is not None and cell.attn_backend is None) or (known.dtype and cell.dtype is None):
             hint = "request the fixture `cell`, or name only capability="
             raise pytest.Collector.CollectError(f"{item.nodeid}: @xfail_cells has no effect here: {hint}")
-
-
-def _is_unittest(item: pytest.Item) -> bool:
-    import unittest
-
-    cls = getattr(item, "cls", None)
-    return isinstance(cls, type) and issubclass(cls, unittest.TestCase)
 
 
 def matching_bad_cell(plan: Plan, device: CudaDevice | None) -> KnownBadCell | None:

@@ -100,7 +100,7 @@ class Planner:
             return False
         if settings.only_dtypes and cell.dtype is not None and cell.dtype not in settings.only_dtypes:
             return False
-        if plan.kernels is not None and settings.hub_kernels in {"on", "off"} and plan.kernels != settings.hub_kernels:
+        if settings.hub_kernels in {"on", "off"} and plan.hub_kernels not in {None, settings.hub_kernels}:
             return False
         if settings.unmet != "deselect" or settings.plan is not None:
             return True  # what a suite needs is the same on every host, and told whole

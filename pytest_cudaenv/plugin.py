@@ -23,17 +23,22 @@ from pytest_cudaenv.fixtures.devices import (
     mixed_precision,
 )
 from pytest_cudaenv.fixtures.hub_kernels import cudaenv_parked_kernels, hub_kernels
+from pytest_cudaenv.fixtures.verdict import assert_parity, attn_witness, cuda_memory, expectations
 from pytest_cudaenv.names import DIST, HUB_KERNELS, MARKER_LINES
 from pytest_cudaenv.options import SWITCH, add_options
 from pytest_cudaenv.session import CHECK_INHERITED, NVML_CHECK, SESSION, CudaSession
 
 __all__ = [
+    "assert_parity",
+    "attn_witness",
     "cuda_device",
     "cuda_devices",
+    "cuda_memory",
     "cuda_process_id",
     "cudaenv_grant",
     "cudaenv_parked_kernels",
     "device",
+    "expectations",
     "hub_kernels",
     "mixed_precision",
 ]
@@ -155,6 +160,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
         state.provide_kernels(session.items)
         state.start_isolation(session)
         state.start_unmarked(session)
+        state.start_watching()
         return (yield)
     finally:
         state.end_isolation()
@@ -169,6 +175,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         return True
     if session.unmarked is not None:
         session.unmarked.begin(item)
+    session.before(item)
     return None
 
 
@@ -220,7 +227,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     # The hook has no config: the innermost run is the one that logs.
     if _sessions and (record := getattr(report, "cudaenv", None)) is not None:
         _sessions[-1].add_waiting(report.nodeid, record)
-        _sessions[-1].reporting.summary.add(report.nodeid, report.when, report.outcome, record)
+        _sessions[-1].reporting.add(report, record)
     if _sessions and _sessions[-1].keeps_books:
         _sessions[-1].bookkeeping.add(report)
 

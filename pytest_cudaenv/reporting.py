@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -35,6 +35,8 @@ class Reporting:
     def __init__(self, session: CudaSession) -> None:
         self.session = session
         self.summary = Summary()
+        self._failed_in_part: set[str] = set()
+        """Tests of which a subtest has failed in this attempt."""
 
     def header(self) -> list[str]:
         """The header's lines; none under `-q`, whose output others read."""
@@ -74,6 +76,22 @@ class Reporting:
             for line in self.header():
                 reporter.ensure_newline()
                 reporter.write_line(line)
+
+    def add(self, report: pytest.TestReport, record: Mapping[str, Any]) -> None:
+        """Count one report; a subtest counts by itself where it did not run, and its test where it did."""
+        from pytest_cudaenv import compat
+
+        if not compat.is_subtest(report):
+            if report.when == "setup":
+                self._failed_in_part.discard(report.nodeid)
+            # The report of a test of which a part has failed says that it passed.
+            outcome = "failed" if report.when == "call" and report.nodeid in self._failed_in_part else report.outcome
+            self.summary.add(report.nodeid, report.when, outcome, record)
+            return
+        if report.outcome == "failed":
+            self._failed_in_part.add(report.nodeid)
+        if report.outcome != "passed":
+            self.summary.add(f"{report.nodeid} {compat.subtest_name(report)}", report.when, report.outcome, record)
 
     def print_summary(self, reporter: pytest.TerminalReporter) -> None:
         """After the run: what passed on which kind of device, and what did not run, by reason."""

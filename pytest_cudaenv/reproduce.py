@@ -27,6 +27,7 @@ DROPPED = {
     "loadgroup", "rsyncdir", "rsyncignore", "looponfail", "maxworkerrestart", "testrunuid", "maxschedchunk",
     "no_loadscope_reorder", "reruns", "reruns_delay", "force_reruns", "only_rerun", "rerun_except", "max_suite_reruns",
     "session_timeout", "randomly_seed", "cuda_visible", "cuda_isolation",
+    "cuda_update_expectations",
     # What is printed and written.
     "verbose", "reportchars", "tbstyle", "color", "code_highlight", "showlocals", "showcapture", "fulltrace",
     "durations", "durations_min", "no_header", "no_summary", "max_warnings", "disable_warnings", "pastebin",

@@ -9,7 +9,8 @@ import hashlib
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
@@ -20,11 +21,17 @@ from pytest_cudaenv.grants.grant import Grant
 from pytest_cudaenv.kernel_observer import KernelObserver
 from pytest_cudaenv.ledger.record import needs
 from pytest_cudaenv.observers import Observers
+from pytest_cudaenv.offers import OFFERS, Offers
+from pytest_cudaenv.parity_observer import ParityObserver
 from pytest_cudaenv.plan import Plan, expect_failure, matching_bad_cell
 from pytest_cudaenv.requirements.reason import Reason
 from pytest_cudaenv.requirements.requirement import Requirement
 from pytest_cudaenv.session import BREACH, PLAN, RAN_ON, REASONS
+from pytest_cudaenv.torch_memory import MemoryObserver
+from pytest_cudaenv.torch_state import StateObserver
 from pytest_cudaenv.unmarked import Use, use_of_cuda
+from pytest_cudaenv.wider_fixtures import watch_wider_fixtures
+from pytest_cudaenv.witnessing import WitnessObserver
 
 if TYPE_CHECKING:
     from pytest_cudaenv.session import CudaSession
@@ -43,7 +50,16 @@ class Runner:
         """The grant that session-scoped device fixtures were built with."""
         self._needs: dict[tuple[Requirement, tuple[tuple[str, Requirement], ...]], dict[str, Any]] = {}
         self._root: tuple[Any, pytest.FixtureRequest] | None = None
-        self.observers = Observers((KernelObserver(),), strict=session.settings.strict)
+        observers = (StateObserver(), MemoryObserver(), WitnessObserver(), ParityObserver(), KernelObserver())
+        self.observers = Observers(observers, strict=session.settings.strict)
+        watch_wider_fixtures(session.config, self.observers)
+        self.settled: set[tuple[Path, str, Hashable]] = set()
+        """Golden values that this process has measured, while they are updated."""
+
+    def before(self, plan: Plan, item: pytest.Item) -> None:
+        """Before a test of this process, and before any hook of it."""
+        if plan.is_watched:
+            self.observers.before(item)
 
     def set_up(self, item: pytest.Item, plan: Plan) -> None:
         """Before a test's fixtures: skip it with its reasons, or give it its grant and seed."""
@@ -57,12 +73,13 @@ class Runner:
             expect_failure(item, known, datetime.date.today())
         if plan.requirement.asks_for_device:
             item.stash[RAN_ON] = grant.ran_on
-        self.seed(item, plan)
-        if plan.requirement.asks_for_device:
-            refuse = functools.partial(self._refuse, item)
-            enter(Current(item.nodeid, grant, seed_of(item, self.session_seed), refuse))
-        if plan.is_seeded:
+        refuse = functools.partial(self._refuse, item)
+        offers = item.stash[OFFERS] = Offers(self, item, plan, grant)
+        seed = seed_of(item, self.session_seed)
+        enter(Current(item.nodeid, grant, seed, refuse, offers, plan.requirement.asks_for_device))
+        if plan.is_watched:
             self.observers.begin(item, plan, grant)
+        self.seed(item, plan)
 
     def call(self, item: pytest.Item, plan: Plan) -> None:
         """Before a test's body: fixtures that only the first test of a module sets up have used the numbers since."""
@@ -100,6 +117,8 @@ class Runner:
     ) -> None:
         """Put on a report what a ledger tells of the test, and what was found of it."""
         self._tell(item, plan, report, record)
+        if report.when == "call" and OFFERS in item.stash:
+            record.update(item.stash[OFFERS].facts)
         self.observers.note(item, report, record, call)
 
     def _tell(self, item: pytest.Item, plan: Plan, report: pytest.TestReport, record: dict[str, Any]) -> None:
@@ -121,9 +140,10 @@ class Runner:
             record["idle"] = True
             if self.session.settings.strict:
                 report.outcome = "failed"
-                report.longrepr = (
+                report.longrepr = compat.failure_of(
                     f"[{IDLE}] needs to use CUDA, as it asks for a device; have neither an allocation nor a context. "
-                    "Let the test compute on its device, or take away its requirement (--cuda-strict)"
+                    "Let the test compute on its device, or take away its requirement (--cuda-strict)",
+                    report.location,
                 )
 
     def _told(self, plan: Plan) -> dict[str, Any]:
@@ -183,6 +203,13 @@ class Runner:
         if self.session.settings.unmet == "fail":
             pytest.fail(f"{message} (--cuda-unmet=fail)\n{reasons[0].remedy}", pytrace=False)
         compat.skip_at_test(message)
+
+    def forget_refusal(self, item: pytest.Item) -> None:
+        """What was refused was a part of the test, and has been reported: the rest goes on."""
+        if REASONS in item.stash:
+            del item.stash[REASONS]
+        if BREACH in item.stash:
+            del item.stash[BREACH]
 
     @property
     def session_seed(self) -> int:

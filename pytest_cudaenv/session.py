@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pytest_cudaenv.adoption import Adoption
     from pytest_cudaenv.bookkeeping import Bookkeeping
     from pytest_cudaenv.grants.grant import Granter
-    from pytest_cudaenv.host.devices import Host
+    from pytest_cudaenv.host.devices import CudaDevice, Host
     from pytest_cudaenv.host.mask import MaskReading
     from pytest_cudaenv.isolation import Isolation
     from pytest_cudaenv.ledger.contract import Contract, Promise
@@ -213,6 +213,14 @@ class CudaSession:
             imports = self._import_error if trying else None
             self._unmet[requirement, trying] = unmet(requirement, self.host, self.reading, imports)
         return self._unmet[requirement, trying]
+
+    def unmet_on(self, devices: Sequence[CudaDevice], requirement: Requirement) -> Sequence[Reason]:
+        """The needs that these devices (none: the CPU) do not meet, and the packages here; tries imports."""
+        from dataclasses import replace
+
+        from pytest_cudaenv.requirements.requirement import unmet
+
+        return unmet(requirement, self.host, replace(self.reading, devices=tuple(devices)), self._import_error)
 
     def _import_error(self, module: str) -> str | None:
         """Import `module`, or `module:attribute`, in this process; the first line of the error, or None."""
@@ -407,6 +415,8 @@ class CudaSession:
             from pytest_cudaenv.settings import with_canonical_names
 
             self.settings = with_canonical_names(self.settings)
+            if self.settings.update_expectations and self.settings.simulate is not None:
+                raise pytest.UsageError("--cuda-update-expectations: what a simulated host computes is not that host's")
             if self.settings.simulate is not None or self.settings.assume:
                 _ = self.host
             _ = self.contract
@@ -533,6 +543,16 @@ class CudaSession:
         if getattr(self.config, "workerinput", {}).get(CHECK_INHERITED):
             os.environ.pop(NVML_CHECK, None)
 
+    def start_watching(self) -> None:
+        """Before the first test of this process: what the suite has set until now is known, and is its own."""
+        if self.planned and not self.only_collects:
+            _ = self.runner
+
+    def before(self, item: pytest.Item) -> None:
+        """Before a test that runs in this process, and before any hook of it."""
+        if (plan := item.stash.get(PLAN, None)) is not None:
+            self.runner.before(plan, item)
+
     def set_up(self, item: pytest.Item) -> None:
         """Before a test's fixtures: skip it with its reasons, or give it its grant and seed."""
         if (wrong := item.stash.get(WRONG, None)) is not None:
@@ -570,6 +590,7 @@ class CudaSession:
     def _explain(self, item: pytest.Item, report: pytest.TestReport) -> None:
         """Put on the report of a skip why it skipped, and the suite's own words."""
         from pytest_cudaenv.adoption import asked_for, original_text, text_of_skip
+        from pytest_cudaenv.compat import failure_of
 
         assert self.adoption is not None
         record: dict[str, Any] = getattr(report, "cudaenv", None) or {"cell": None, "ran_on": None}
@@ -583,7 +604,8 @@ class CudaSession:
             if promise is not None:
                 record["breach"] = promise
                 report.outcome = "failed"
-                report.longrepr = promised_and_skipped(promise, text, record["reasons"])
+                failure = promised_and_skipped(promise, text, record["reasons"])
+                report.longrepr = failure_of(failure, report.location)
         if text:
             record["skip"] = text
         report.cudaenv = record  # type: ignore[attr-defined]

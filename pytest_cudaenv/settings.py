@@ -41,6 +41,8 @@ class Settings:
     min_ran: int | None = None
     """Tests that must have run on a CUDA device."""
     strict: bool = False
+    update_expectations: bool = False
+    """Write into golden files what they do not expect."""
     only_attn_backends: tuple[str, ...] = ()
     """Cells of other backends are deselected; empty: none are."""
     only_dtypes: tuple[str, ...] = ()
@@ -91,6 +93,7 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] | None = None) -> 
         runner=values["runner"],
         min_ran=_count(values["min-ran"]),
         strict=values["strict"],
+        update_expectations=values["update-expectations"],
         only_attn_backends=values["attn-backends"],
         only_dtypes=values["dtypes"],
         hub_kernels=values["hub-kernels"],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_cudaenv import compat
 from pytest_cudaenv.grants.lock_folder import LeaseError, LockFile
 from pytest_cudaenv.host.driver import seems_initialised
 from pytest_cudaenv.session import asks_for_device
@@ -53,9 +54,10 @@ class Unmarked:
         if self.session.settings.unmarked != "fail" or report.outcome != "passed" or hasattr(report, "wasxfail"):
             return
         report.outcome = "failed"
-        report.longrepr = (
+        report.longrepr = compat.failure_of(
             f"[{CODE}] needs a requirement to use CUDA; have none, and so no lease. "
-            "Put @requires_cuda on the test, or request cuda_device (--cuda-unmarked=fail)"
+            "Put @requires_cuda on the test, or request cuda_device (--cuda-unmarked=fail)",
+            report.location,
         )
 
     def _announce(self) -> None:

@@ -32,6 +32,18 @@ class LlamaModelTest(unittest.TestCase):
         logits = model(torch.ones(1, 8, dtype=torch.long, device=device)).logits
         self.assertEqual((logits.device, logits.dtype), (device, torch.bfloat16))
 
+    @pytest.mark.usefixtures("device")
+    def test_cells_as_subtests(self) -> None:
+        """A TestCase takes no fixtures: it goes through its cells; one that cannot run here is a skipped subtest."""
+        running = pytest_cudaenv.current()
+        for cell in running.cells("eager", "sdpa", "flash_attention_2", dtypes=("float32", "bfloat16")):
+            with self.subTest(cell=cell.id):
+                model = cell.build(LlamaForCausalLM, self.config)
+                tokens = model.generate(
+                    torch.ones(1, 4, dtype=torch.long, device=cell.device), max_new_tokens=2, do_sample=False
+                )
+                self.assertEqual(tokens.shape, (1, 6))
+
     @requires_flash_attn3
     def test_flash_attention_3(self) -> None:
         model = LlamaForCausalLM._from_config(

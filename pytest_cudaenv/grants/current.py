@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from pytest_cudaenv.grants.grant import Grant
 from pytest_cudaenv.host.devices import CudaDevice
@@ -13,20 +14,46 @@ from pytest_cudaenv.requirements.reason import Reason
 if TYPE_CHECKING:
     import torch
 
+    from pytest_cudaenv.cells import Cell
+    from pytest_cudaenv.verdict.expectations import Expectations
+
 
 class NoGrantError(RuntimeError):
     """The running test declared no device, or no test is running."""
 
 
+class Offers(Protocol):
+    """What is made for a running test above this floor."""
+
+    @property
+    def expectations(self) -> Expectations:
+        """The fixture of that name."""
+        ...
+
+    def cells(
+        self,
+        running: Current,
+        *attn_backends: str | Mapping[str, str],
+        dtypes: Sequence[str] | None,
+        exclude: Sequence[str],
+        model: type | None,
+    ) -> Iterator[Cell]:
+        """The cells that can run here, after each other; the others are reported."""
+        ...
+
+
 @dataclass(frozen=True)
 class Current:
-    """The running test's grant."""
+    """The running test's grant, and what fixtures give to those that can request some."""
 
     nodeid: str
     grant: Grant
     seed: int
     refuse: Callable[[Sequence[Reason]], NoReturn] = field(repr=False, compare=False)
     """Ends the running test as one whose needs are not met."""
+    offers: Offers = field(repr=False, compare=False)
+    asked: bool = True
+    """Whether the test declared that it takes a device."""
 
     @property
     def devices(self) -> tuple[CudaDevice, ...]:
@@ -40,6 +67,49 @@ class Current:
 
         return torch.device(str(self.devices[0]) if self.devices else "cpu")
 
+    @property
+    def expectations(self) -> Expectations:
+        """Values by capability and cell, as the fixture `expectations`."""
+        return self.offers.expectations
+
+    def cells(
+        self,
+        *attn_backends: str | Mapping[str, str],
+        dtypes: Sequence[str] | None = None,
+        exclude: Sequence[str] = (),
+        model: type | None = None,
+    ) -> Iterator[Cell]:
+        """The cells of these attention backends and dtypes, for a `unittest.TestCase` to go through as subtests.
+
+            for cell in pytest_cudaenv.current().cells("eager", "sdpa", dtypes=("float32", "bfloat16")):
+                with self.subTest(cell=cell.id):
+                    model = cell.build(LlamaForCausalLM, config)
+
+        Without names the project's defaults, as for the fixture `cell`; pairs that no device could run are left out,
+        as there. A cell that this host or `model` (a class) cannot run is reported as a skipped subtest with its
+        reasons, or as `--cuda-unmet` and the runner's promises have it; where none can, the test itself is. Each cell
+        starts from the test's seed. Raises ValueError with the choices for an unknown name, TypeError outside of a
+        `unittest.TestCase`.
+        """
+        return self.offers.cells(self, *attn_backends, dtypes=dtypes, exclude=exclude, model=model)
+
+    def assert_parity(self, *args: Any, **kwargs: Any) -> Any:
+        """As the fixture `assert_parity`."""
+        return self._made("parity", "Parity")(*args, **kwargs)
+
+    def attn_witness(self, *args: Any, **kwargs: Any) -> Any:
+        """As the fixture `attn_witness`."""
+        return self._made("witness", "AttnWitness")(*args, **kwargs)
+
+    @property
+    def cuda_memory(self) -> Any:
+        """As the fixture `cuda_memory`."""
+        return self._made("memory", "CudaMemory")
+
+    def _made(self, module: str, name: str) -> Any:
+        """An object of the verdict, made for the running test."""
+        return getattr(import_module(f"pytest_cudaenv.verdict.{module}"), name)(self)
+
 
 # Python calls `current()` from anywhere and without an argument, so what runs now is kept here: one test at a time.
 _running: list[Current] = []
@@ -50,7 +120,7 @@ def current() -> Current:
 
     Raises NoGrantError where the running test asked for no device.
     """
-    if not _running:
+    if not _running or not _running[-1].asked:
         raise NoGrantError(
             "no test with a grant is running: put @requires_cuda on the test (or a class above it), "
             "or request the fixture `device`"
@@ -58,12 +128,19 @@ def current() -> Current:
     return _running[-1]
 
 
+def running() -> Current:
+    """What runs now, also where it asked for no device. Raises NoGrantError where it does not use the plugin."""
+    if not _running:
+        raise NoGrantError("no test that uses the plugin is running: put @requires_cuda on the test")
+    return _running[-1]
+
+
 def enter(running: Current) -> None:
-    """Note that a test has its grant, until `leave`."""
+    """Note that a test runs, until `leave`."""
     _running.append(running)
 
 
 def leave(nodeid: str) -> None:
-    """Forget the grant of a test; harmless where it has none."""
+    """Forget a test; harmless where it has none."""
     while _running and _running[-1].nodeid == nodeid:
         _running.pop()

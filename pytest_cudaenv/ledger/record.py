@@ -294,6 +294,7 @@ class Ledger:
             "findings": record.get("findings"),
             "witness": record.get("witness"),
             "parity": record.get("parity"),
+            "cells": record.get("cells"),
             "kernels": record.get("kernels"),
             "breach": record.get("breach"),
             "unmarked": record.get("unmarked"),

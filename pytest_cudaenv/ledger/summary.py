@@ -93,6 +93,8 @@ class Summary:
     """Tests that asked for a device and passed without using CUDA."""
     findings: dict[str, Finding] = field(default_factory=dict)
     """Code -> what was found of tests, even of those that passed."""
+    written: dict[str, set[str]] = field(default_factory=dict)
+    """Test -> names of the golden values that it has written."""
     breaches: dict[str, set[str]] = field(default_factory=dict)
     """What the runner promised -> the tests that did not run all the same."""
 
@@ -106,6 +108,8 @@ class Summary:
             self.idle.add(nodeid)
         for data in record.get("findings", ()):
             self.findings.setdefault(data["code"], Finding(data["text"], data["remedy"])).tests.add(nodeid)
+        if written := record.get("written"):
+            self.written.setdefault(nodeid, set()).update(written)
         if (promise := record.get("breach")) is not None:
             self.breaches.setdefault(promise, set()).add(nodeid)
         if (waited := record.get("waited")) is not None:
@@ -140,6 +144,10 @@ class Summary:
         for code, finding in sorted(self.findings.items()):
             lines += [f"[{code}] {len(finding.tests)}: {finding.text}", f"       {_named(finding.tests)}"]
             lines += [f"       {finding.remedy}"]
+        if self.written:
+            count = sum(map(len, self.written.values()))
+            lines += [f"golden values written: {count}", f"       {_named(self.written)}"]
+            lines += ["       Look at the difference before you commit it."]
         if self.unmarked:
             lines += _unmarked_lines(self.unmarked)
         if self.groups:

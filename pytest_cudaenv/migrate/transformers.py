@@ -7,9 +7,11 @@ hardware) is transformers' own, imported when it is asked for; this module does 
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 from pytest_cudaenv.decorators import DECORATORS
+from pytest_cudaenv.grants.current import running
 from pytest_cudaenv.ledger.adopt import TRANSFORMERS
 from pytest_cudaenv.migrate.decorators import (
     Marks,
@@ -86,9 +88,20 @@ MARKS: dict[str, Marks] = _SPECIAL | {
 """The decorators that this module makes; the rest is transformers' own."""
 
 
+class Expectations(UserDict[Any, Any]):
+    """transformers' `Expectations`, matched as the fixture `expectations` does: never by a far-away device."""
+
+    def get_expectation(self) -> Any:
+        """The value for the running test's device. Raises AssertionError where none is meant, or two are.
+
+        NoGrantError where the test declares nothing, so that its device is not known.
+        """
+        return running().expectations.pick(self.data)
+
+
 def __getattr__(name: str) -> Any:
     return lookup(name, MARKS, __name__, LIBRARY)
 
 
 def __dir__() -> list[str]:
-    return sorted(MARKS)
+    return sorted([*MARKS, "Expectations"])

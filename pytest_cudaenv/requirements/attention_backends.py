@@ -61,6 +61,10 @@ class AttnBackend:
     """The class attribute with which a model says that it has this backend."""
     remedy: str = "Run it on a device of that capability."
     """What to do where the device is not one of them."""
+    entry_points: tuple[str, ...] = ()
+    """The functions `module:name` that call it: by these, and its operators, the witness knows that it ran."""
+    operators: tuple[str, ...] = ()
+    """Globs of its custom operators' names, `ring::*`."""
 
     @property
     def label(self) -> str:

@@ -48,6 +48,33 @@ class KnownBadCell:
 
 
 @dataclass(frozen=True)
+class MemoryLimit:
+    """What a test may take and keep of each device's memory, in bytes; None: nothing is said."""
+
+    peak: int | None = None
+    leak: int | None = None
+
+    def merged(self, wider: MemoryLimit) -> MemoryLimit:
+        """This one, with what a marker further out says where this says nothing."""
+        return MemoryLimit(
+            wider.peak if self.peak is None else self.peak, wider.leak if self.leak is None else self.leak
+        )
+
+
+NO_LIMIT = MemoryLimit()
+
+
+@dataclass(frozen=True)
+class SdpaKernels:
+    """The kernels that sdpa may run while a test's body runs, in the order in which they are tried."""
+
+    names: tuple[str, ...]
+
+
+SDPA_KERNELS = ("flash", "efficient", "cudnn", "math")
+
+
+@dataclass(frozen=True)
 class KernelUse:
     """How a test uses Hub kernels, by its marker."""
 
@@ -68,7 +95,7 @@ class KernelUse:
         return Requirement(device_if_any=True, needs_kernels=True, hub_kernels=wanted)
 
 
-Declaration: TypeAlias = "Requirement | Axis | KnownBadCell | KernelUse"
+Declaration: TypeAlias = "Requirement | Axis | KnownBadCell | MemoryLimit | SdpaKernels | KernelUse"
 
 
 def requires_cuda(
@@ -214,6 +241,16 @@ def backend(value: str | Mapping[str, str]) -> Backend:
     return tuple((str(sub), attention.backend_name(name)) for sub, name in value.items())
 
 
+def attn_sdpa_kernel(*kernels: str) -> SdpaKernels:
+    """sdpa runs these kernels alone while the test's body runs: the first possible one."""
+    if not kernels:
+        raise ValueError(f"name a kernel of sdpa: {', '.join(SDPA_KERNELS)}")
+    for kernel in kernels:
+        if kernel not in SDPA_KERNELS:
+            raise ValueError(f"unknown sdpa kernel {kernel!r}; choose from {', '.join(SDPA_KERNELS)}")
+    return SdpaKernels(kernels)
+
+
 def xfail_cells(
     attn_backend: str | Mapping[str, str] | None = None,
     dtype: str | None = None,
@@ -242,6 +279,24 @@ def xfail_cells(
         issue,
         until,
     )
+
+
+def cuda_memory(peak: int | str | None = None, leak: int | str | None = None) -> MemoryLimit:
+    """The most device memory that the test may use at once, and keep after its end ("0": none)."""
+    if peak is None and leak is None:
+        raise ValueError('say how much: peak="2GiB" or leak="0"')
+    return MemoryLimit(_amount(peak, "peak"), _amount(leak, "leak"))
+
+
+def _amount(value: int | str | None, argument: str) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, bool) and str(value).strip() == "0":
+        return 0
+    try:
+        return parse_memory(value)
+    except ValueError as error:
+        raise ValueError(str(error).replace("memory=", f"{argument}=", 1)) from None
 
 
 def hub_kernels(
@@ -284,7 +339,9 @@ MARKERS: dict[str, Callable[..., Declaration]] = {
         cuda_isolated,
         attn_backends,
         dtypes,
+        attn_sdpa_kernel,
         xfail_cells,
+        cuda_memory,
         hub_kernels,
     )
 }

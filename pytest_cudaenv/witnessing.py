@@ -1,0 +1,159 @@
+"""Witnessing: which attention backends the tests of cells ran, and a forced sdpa kernel with its proof."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_cudaenv.importing import Announcer
+from pytest_cudaenv.observers import Observer
+from pytest_cudaenv.verdict.finding import Finding
+
+if TYPE_CHECKING:
+    from pytest_cudaenv.grants.grant import Grant
+    from pytest_cudaenv.plan import Plan
+    from pytest_cudaenv.verdict.attention_taps import Taps
+    from pytest_cudaenv.verdict.cell_witness import CellRecorder
+    from pytest_cudaenv.verdict.seen import Seen
+
+KERNEL = "witness-kernel"
+
+
+class WitnessObserver(Observer):
+    """Watches each test of a cell with an attention backend, and each with a forced kernel."""
+
+    def __init__(self) -> None:
+        self._taps: tuple[CellRecorder, Taps] | None = None
+        self._plan: Plan | None = None
+        self._announcer: Announcer | None = None
+        self._forced: ExitStack | None = None
+        self._seen: Seen | None = None
+        self._earlier: dict[tuple[str, str | None], dict[str, int]] = {}
+        """(module, cell) -> what was seen while fixtures were set up: those of a module may have run the model."""
+
+    def begin(self, item: pytest.Item, plan: Plan, grant: Grant) -> None:  # noqa: ARG002
+        self._plan = plan
+        if plan.cell.attn_backend is None:
+            return
+        recorder, taps = self._recorder()
+        recorder.start(plan.cell.backends)
+        taps.install()
+        late = [name for name in _watched_modules() if name not in sys.modules]
+        if late:
+            self._announcer = Announcer(late, lambda _module: taps.install())
+            sys.meta_path.insert(0, self._announcer)
+
+    def _recorder(self) -> tuple[CellRecorder, Taps]:
+        if self._taps is None:
+            from pytest_cudaenv.verdict.attention_taps import Taps
+            from pytest_cudaenv.verdict.cell_witness import CellRecorder
+
+            recorder = CellRecorder()
+            self._taps = recorder, Taps(recorder)
+        return self._taps
+
+    def call(self, item: pytest.Item) -> None:
+        plan = self._plan
+        if plan is None:
+            return
+        if plan.cell.attn_backend is not None:
+            recorder, taps = self._recorder()
+            earlier = self._earlier.setdefault(_place(item, plan), {})
+            for backend, count in recorder.counts.items():
+                earlier[backend] = earlier.get(backend, 0) + count
+            taps.install()
+        if plan.sdpa_kernels:
+            self._force(plan.sdpa_kernels)
+
+    def _force(self, kernels: tuple[str, ...]) -> None:
+        """Let sdpa choose these kernels alone, in this order, and see which it runs."""
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        from pytest_cudaenv.verdict.witness import watch
+
+        backends = {
+            "flash": SDPBackend.FLASH_ATTENTION,
+            "efficient": SDPBackend.EFFICIENT_ATTENTION,
+            "cudnn": SDPBackend.CUDNN_ATTENTION,
+            "math": SDPBackend.MATH,
+        }
+        self._forced = ExitStack()
+        self._forced.enter_context(sdpa_kernel([backends[kernel] for kernel in kernels], set_priority=True))
+        self._seen = self._forced.enter_context(watch())
+
+    def note(
+        self,
+        item: pytest.Item,
+        report: pytest.TestReport,
+        record: dict[str, Any],
+        call: pytest.CallInfo[None],  # noqa: ARG002
+    ) -> Iterable[Finding]:
+        plan = self._plan
+        if plan is None or report.when != "call":
+            return ()
+        has_passed = report.outcome == "passed" and not hasattr(report, "wasxfail")
+        found: list[Finding] = []
+        if self._forced is not None and self._seen is not None:
+            self._forced.close()
+            found += self._of_forced(plan, self._seen, record) if has_passed else []
+            self._forced = self._seen = None
+        if plan.cell.attn_backend is not None:
+            found += self._of_cell(item, plan, record) if has_passed else []
+        return found
+
+    def _of_cell(self, item: pytest.Item, plan: Plan, record: dict[str, Any]) -> list[Finding]:
+        if "torch" not in sys.modules:
+            return []
+        from pytest_cudaenv.verdict.cell_witness import judge
+        from pytest_cudaenv.verdict.witness import compiled_frames
+
+        recorder, _ = self._recorder()
+        counts = {**self._earlier.get(_place(item, plan), {}), **recorder.counts}
+        has_compiled = compiled_frames() > 0
+        told = record.setdefault("witness", {})
+        told["backends"] = dict(counts)
+        if has_compiled:
+            told["compiled"] = True
+        return judge(plan.cell.backends, counts, recorder.others, has_compiled=has_compiled)
+
+    def _of_forced(self, plan: Plan, seen: Seen, record: dict[str, Any]) -> list[Finding]:
+        calls = [call for call in seen.calls if call.backend == "sdpa"]
+        record.setdefault("witness", {})["kernels"] = seen.counts()
+        need = " or ".join(plan.sdpa_kernels)
+        wrong = {f"{call.kernel} in {call.module}" for call in calls if call.kernel not in plan.sdpa_kernels}
+        if calls and not wrong:
+            return []
+        have = ", ".join(sorted(wrong)[:4]) or "no call of sdpa"
+        remedy = "Let the body's attention be sdpa under no other sdpa_kernel, or take @attn_sdpa_kernel away"
+        return [Finding(KERNEL, f"needs sdpa to run {need}; have {have}", remedy, is_failure=True)]
+
+    def end(self, item: pytest.Item) -> None:  # noqa: ARG002
+        if self._forced is not None:
+            self._forced.close()
+            self._forced = self._seen = None
+        if self._announcer is not None:
+            if self._announcer in sys.meta_path:
+                sys.meta_path.remove(self._announcer)
+            self._announcer = None
+        if self._taps is not None:
+            self._taps[1].remove()
+            self._taps[0].start(())
+        self._plan = None
+
+
+def _place(item: pytest.Item, plan: Plan) -> tuple[str, str | None]:
+    return item.nodeid.partition("::")[0], plan.cell.id
+
+
+def _watched_modules() -> tuple[str, ...]:
+    """The modules whose import, in a test, is news for its taps."""
+    from pytest_cudaenv.verdict.attention_ops import entry_points
+    from pytest_cudaenv.verdict.attention_taps import FLASH_UTILS, MODELING
+
+    if "torch" not in sys.modules:
+        return ("torch", MODELING, FLASH_UTILS)  # its submodules come before it is complete
+    return (MODELING, FLASH_UTILS, *dict.fromkeys(module for module, _, _ in entry_points()))

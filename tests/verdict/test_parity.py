@@ -1,0 +1,396 @@
+"""Lies that `assert_parity` has to catch, each by its own code, and honest cells that it has to let pass."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from pytest_cudaenv.verdict import parity_reference  # noqa: E402
+from pytest_cudaenv.verdict.parity import AssertParity  # noqa: E402
+from pytest_cudaenv.verdict.parity_numbers import ParityError  # noqa: E402
+from tests.verdict.parity_models import Tiny, cell, four_layers, models, registered, sdpa  # noqa: E402
+
+MODELS = models()
+LLAMA = MODELS["llama"]
+
+ATTENTION = Callable[..., Any]
+
+
+def refused(backend: Any, dtype: Any, model: Any, **call: Any) -> ParityError:
+    """How a comparison in this cell is refused."""
+    with pytest.raises(ParityError) as caught:
+        AssertParity(cell(backend, dtype))(model, **call)
+    return caught.value
+
+
+def caught(attention: ATTENTION, tiny: Tiny = LLAMA, dtype: Any = torch.float32, **call: Any) -> ParityError:
+    """How a model with such a backend is refused."""
+    inputs = call.pop("inputs", None) or tiny.inputs()
+    with registered("lying", attention):
+        return refused("lying", dtype, tiny.build("lying", dtype), **inputs, **call)
+
+
+@pytest.fixture(params=["absent", "blind"])
+def witness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Neither a missing witness nor one that sees nothing may change a verdict about numbers."""
+    _install_witness(monkeypatch, None if request.param == "absent" else frozenset())
+    return str(request.param)
+
+
+def _install_witness(monkeypatch: pytest.MonkeyPatch, backends: frozenset[str] | None) -> None:
+    name = "pytest_cudaenv.verdict.witness"
+    if backends is None:
+        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+        return
+    fake = ModuleType(name)
+
+    @contextmanager
+    def watch(model: Any = None) -> Iterator[Any]:
+        yield SimpleNamespace(backends=backends, calls=())
+
+    fake.watch = watch  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, fake)
+
+
+@pytest.fixture(autouse=True)
+def _no_witness(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install_witness(monkeypatch, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("tiny", MODELS.values(), ids=MODELS)
+def test_honest_cells_pass(tiny: Tiny, backend: str, dtype: Any, witness: str) -> None:
+    model = tiny.build(backend, dtype)
+    generate = 0 if tiny.has_image else 3
+    found = AssertParity(cell(backend, dtype))(model, **tiny.inputs(), backward=True, generate=generate)
+    assert 0 < found.ratio <= 1
+    assert found.kind == ("reference" if backend == "eager" else "candidate")
+    paths = {row.path for row in found.rows}
+    assert "logits" in paths
+    assert "grad of the input embeddings" in paths
+    assert any(path.startswith("past_key_values.keys") for path in paths)
+    assert ("generated logits" in paths) == bool(generate)
+    assert not any(p.grad is not None for p in model.parameters())
+
+
+def test_a_dict_of_backends_is_a_cell() -> None:
+    tiny = MODELS["llava"]
+    backend = {"text_config": "sdpa", "vision_config": "eager"}
+    found = AssertParity(cell(backend, torch.float32))(tiny.build(backend, torch.float32), **tiny.inputs())
+    assert found.kind == "candidate"
+
+
+def _eager(*args: Any, **kwargs: Any) -> Any:
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    return eager_attention_forward(*args, **kwargs)
+
+
+def test_eager_under_another_name_is_told_by_its_bits() -> None:
+    with registered("fa9", _eager, masks="eager"):
+        model = LLAMA.build("fa9", torch.bfloat16)
+        error = refused("fa9", torch.bfloat16, model, **LLAMA.inputs())
+    assert error.code == "parity-same-backend"
+    assert "bit for bit" in str(error)
+
+
+def test_eager_under_another_name_is_told_by_the_witness(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install_witness(monkeypatch, frozenset({"eager"}))
+    error = refused("sdpa", torch.float32, LLAMA.build("sdpa", torch.float32), **LLAMA.inputs())
+    assert error.code == "parity-same-backend"
+    _install_witness(monkeypatch, frozenset({"sdpa"}))
+    found = AssertParity(cell("sdpa", torch.float32))(LLAMA.build("sdpa", torch.float32), **LLAMA.inputs())
+    assert not found.notes
+
+
+def test_a_backend_against_itself() -> None:
+    with registered("fake_fa", sdpa):
+        model, same = LLAMA.build("fake_fa", torch.bfloat16), LLAMA.build("fake_fa", torch.float32)
+        error = refused("fake_fa", torch.bfloat16, model, **LLAMA.inputs(), reference=same)
+    assert error.code == "parity-same-backend"
+    assert "both use fake_fa" in str(error)
+
+
+def test_a_config_that_says_eager_in_another_cell() -> None:
+    error = refused("sdpa", torch.float32, LLAMA.build("eager", torch.float32), **LLAMA.inputs())
+    assert error.code == "parity-same-backend"
+
+
+def test_an_empty_slice() -> None:
+    model = LLAMA.build("sdpa", torch.float32)
+    error = refused("sdpa", torch.float32, model, **LLAMA.inputs(), compare=lambda out: out.logits[1:][:0])
+    assert error.code == "parity-empty"
+
+
+def _spoil(row: int, factor: float = 1.05, layer: int | None = None) -> ATTENTION:
+    def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
+        output, weights = sdpa(module, *args, **kwargs)
+        if layer is None or module.layer_idx == layer:
+            output = output.clone()
+            output[row] *= factor
+        return output, weights
+
+    return attention
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_wrong_padded_row_among_seven(dtype: Any) -> None:
+    error = caught(_spoil(-1, 1.2), dtype=dtype)
+    assert error.code == "parity"
+    assert ", row 6," in str(error)
+
+
+def test_one_wrong_row_of_a_hundred() -> None:
+    error = caught(_spoil(57, 1.01), inputs=LLAMA.inputs(batch=100))
+    assert error.code == "parity"
+    assert ", row 57," in str(error)
+
+
+def test_one_of_four_layers_is_different() -> None:
+    def attention(module: Any, *args: Any, scaling: float, **kwargs: Any) -> Any:
+        return sdpa(module, *args, scaling=scaling * (1.001 if module.layer_idx == 2 else 1), **kwargs)
+
+    tiny = four_layers()
+    error = caught(attention, tiny)
+    assert error.code == "parity"
+    checked = AssertParity(cell("lying", torch.float32))
+    with registered("lying", attention), pytest.raises(ParityError):
+        checked(tiny.build("lying", torch.float32), **tiny.inputs())
+    wrong = {row.path for row in checked.found[0].rows if row.ratio > 1}
+    # The layer after it is the first that reads what it wrote.
+    assert "past_key_values.keys[3]" in wrong
+    assert "past_key_values.keys[2]" not in wrong
+
+
+def test_a_dropped_sliding_window() -> None:
+    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        kwargs.pop("sliding_window", None)
+        return sdpa(module, query, key, value, None, **kwargs)
+
+    tiny = MODELS["window"]
+    assert caught(attention, tiny, inputs=tiny.inputs(padding=0)).code == "parity"
+    # Shorter than the window there is nothing to drop, and nothing to complain of.
+    with registered("lying", attention):
+        short = tiny.inputs(length=4, padding=0)
+        AssertParity(cell("lying", torch.float32))(tiny.build("lying", torch.float32), **short)
+
+
+def test_a_kernel_that_detaches_gradients() -> None:
+    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        return sdpa(module, query.detach(), key, value, mask, **kwargs)
+
+    error = caught(attention, backward=True)
+    assert error.code == "parity-no-gradient"
+    assert "q_proj.weight gets no gradient" in str(error)
+
+
+def test_a_wrong_gradient() -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            return gradient * 1.01
+
+    def attention(module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+        return sdpa(module, Wrong.apply(query), *args, **kwargs)
+
+    error = caught(attention, backward=True)
+    assert error.code == "parity"
+    assert "at grad " in str(error)
+
+
+def test_weights_in_another_precision() -> None:
+    error = refused("sdpa", torch.bfloat16, LLAMA.build("sdpa", torch.float32), **LLAMA.inputs())
+    assert error.code == "parity-dtype"
+    assert "the cell is bfloat16" in str(error)
+
+
+def test_nan_on_both_sides() -> None:
+    model = LLAMA.build("sdpa", torch.float32)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    error = refused("sdpa", torch.float32, model, **LLAMA.inputs())
+    assert error.code == "parity-nonfinite"
+    assert "candidate and reference and low reference" in str(error)
+
+
+def test_a_constant_output() -> None:
+    model = LLAMA.build("sdpa", torch.float32)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    assert refused("sdpa", torch.float32, model, **LLAMA.inputs()).code == "parity-constant"
+
+
+def test_all_of_a_row_masked() -> None:
+    inputs = LLAMA.inputs(padding=12)
+    error = refused("sdpa", torch.float32, LLAMA.build("sdpa", torch.float32), **inputs)
+    assert error.code == "parity-all-masked"
+
+
+def test_other_weights_in_the_reference() -> None:
+    other = LLAMA.build("eager", torch.float64, seed=1)
+    error = refused("sdpa", torch.float32, LLAMA.build("sdpa", torch.float32), **LLAMA.inputs(), reference=other)
+    assert error.code == "parity-weights"
+
+
+def test_the_same_memory_on_both_sides() -> None:
+    kept: list[Any] = []
+
+    def attention(x: Any) -> Any:
+        kept.append(torch.softmax(x, -1))
+        return kept[0]
+
+    with pytest.raises(ParityError) as found:
+        AssertParity()(attention, torch.rand(3, 4), reference=lambda x: kept[0])
+    assert found.value.code == "parity-same-storage"
+
+
+def test_a_model_elsewhere_than_its_cell() -> None:
+    on_device = SimpleNamespace(attn_backend="sdpa", dtype=torch.float32, device=torch.device("cuda"))
+    with pytest.raises(ParityError) as found:
+        AssertParity(on_device)(LLAMA.build("sdpa", torch.float32), **LLAMA.inputs())
+    assert found.value.code == "parity-device"
+
+
+def test_an_eager_cell_that_is_wrong_or_not_repeatable() -> None:
+    model = LLAMA.build("eager", torch.float32)
+    checked = AssertParity(cell("eager", torch.float32))
+    checked(model, **LLAMA.inputs())
+    model.model.layers[0].mlp.register_forward_hook(lambda *a: a[-1] + torch.rand(()) * 1e-8)
+    checked(model, **LLAMA.inputs())  # seeded, so that both runs draw the same, and within what rounding may do
+    drawn = iter(range(9))
+    model.model.layers[0].mlp.register_forward_hook(lambda *a: a[-1] * (1 + 1e-5 * next(drawn)))
+    with pytest.raises(ParityError) as found:
+        checked(model, **LLAMA.inputs())
+    assert found.value.code == "parity-unrepeatable"
+
+
+def test_a_plain_module_needs_a_reference() -> None:
+    layer = torch.nn.Linear(4, 4)
+    with pytest.raises(ParityError, match="pass `reference=`") as found:
+        AssertParity()(layer, torch.rand(2, 4))
+    assert found.value.code == "parity-no-reference"
+
+
+def test_functions_are_compared_with_a_callable() -> None:
+    """The reference runs in the higher precision and, as low reference, in that of the inputs."""
+    query, key, value = torch.randn(3, 2, 4, 8, 16).bfloat16().unbind(0)
+
+    def plain(q: Any, k: Any, v: Any) -> Any:
+        return torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, -1) @ v
+
+    checked = AssertParity()
+    fused = torch.nn.functional.scaled_dot_product_attention
+    assert checked(fused, query, key, value, reference=plain).ratio <= 1
+    with pytest.raises(ParityError):
+        checked(lambda q, k, v: fused(q, k, v, is_causal=True), query, key, value, reference=plain)
+
+
+def test_a_stored_reference(tmp_path: Path) -> None:
+    high = LLAMA.build("eager", torch.float64)
+    with torch.no_grad():
+        logits = high(**LLAMA.inputs(padding=0)).logits
+    torch.save({"logits": logits}, tmp_path / "reference.pt")
+    model = LLAMA.build("sdpa", torch.float32)
+    checked = AssertParity(cell("sdpa", torch.float32))
+    pick = {"compare": lambda out: {"logits": out.logits}, "reference": tmp_path / "reference.pt"}
+    assert checked(model, **LLAMA.inputs(padding=0), **pick).ratio <= 1
+    # Else the low reference would be as far off as the candidate, which would be right whatever it is.
+    with pytest.raises(ParityError, match="other weights, other inputs") as found:
+        checked(model, **LLAMA.inputs(seed=1, padding=0), **pick)
+    assert found.value.code == "parity-reference"
+    inputs = LLAMA.inputs(padding=0)
+    inputs["input_ids"][3] = inputs["input_ids"][2]
+    with pytest.raises(ParityError, match="in row 3"):
+        checked(model, **inputs, **pick)
+    with pytest.raises(ParityError, match="is not there"):
+        checked(model, **LLAMA.inputs(), reference=tmp_path / "missing.pt")
+
+
+def test_a_table_where_it_is_asked_for() -> None:
+    model = LLAMA.build("sdpa", torch.bfloat16)
+    checked = AssertParity(cell("sdpa", torch.bfloat16))
+    assert checked(model, **LLAMA.inputs(), tolerance=(0.1, 1.0)).ratio <= 1
+    with pytest.raises(ParityError, match=r"allowed .* x \|reference\|"):
+        checked(model, **LLAMA.inputs(), tolerance="float32")
+
+
+def test_references_are_made_once_and_follow_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    twin = parity_reference.twin
+    monkeypatch.setattr(parity_reference, "twin", lambda *a: made.append(a[1]) or twin(*a))
+    checked = AssertParity(cell("sdpa", torch.float32))
+    model = LLAMA.build("sdpa", torch.float32)
+    checked(model, **LLAMA.inputs())
+    checked(model, **LLAMA.inputs())
+    checked(LLAMA.build("sdpa", torch.float32), **LLAMA.inputs())
+    assert made == [torch.float64, torch.float32]
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    checked(model, **LLAMA.inputs())
+    checked(model, **LLAMA.inputs(seed=1))
+    assert len(made) == 6
+    checked.clear()
+    checked(model, **LLAMA.inputs(seed=1))
+    assert len(made) == 8
+
+
+def test_a_model_that_changes_its_inputs_changes_nobody_elses() -> None:
+    class Changing(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            result = x.softmax(-1)
+            x.mul_(2)
+            return result
+
+    x = torch.rand(3, 4)
+    before = x.clone()
+    AssertParity()(Changing(), x, reference=lambda x: torch.softmax(x, -1))
+    assert torch.equal(x, before)
+
+
+def test_an_option_that_the_model_takes_too_is_refused() -> None:
+    class Takes(torch.nn.Module):
+        def forward(self, x: Any, k: Any = None) -> Any:
+            return x
+
+    with pytest.raises(TypeError, match="k is an option of assert_parity and an input of Takes"):
+        AssertParity()(Takes(), torch.rand(2), k=torch.rand(2))
+    with pytest.raises(TypeError, match="tolerance is one of"):
+        AssertParity()(LLAMA.build("sdpa", torch.float32), tolerance="float3", **LLAMA.inputs())
+
+
+def test_what_a_failure_and_a_pass_tell() -> None:
+    checked = AssertParity(cell("sdpa", torch.float32))
+    model = LLAMA.build("sdpa", torch.float32)
+    assert checked.summary() is None
+    passed = checked(model, **LLAMA.inputs())
+    told = checked.summary()
+    assert told is not None
+    assert told["ratio"] == passed.ratio
+    assert told["checked"] == passed.checked > 7 * 99
+    error = str(caught(_spoil(2)))
+    first, header, *table = error.splitlines()
+    assert first.startswith("[parity] lying-float32: error ")
+    for word in ("allowed", "reference error", "floor", "ratio", "row 2"):
+        assert word in first
+    assert header.split() == ["output", "row", "error", "reference", "floor", "allowed", "ratio"]
+    assert 1 <= len(table) <= 9
+
+
+def test_buffers_that_were_rounded_are_named() -> None:
+    model = LLAMA.build("sdpa", torch.bfloat16)
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 1.5
+    error = str(refused("sdpa", torch.bfloat16, model, **LLAMA.inputs()))
+    assert "note: buffer model.rotary_emb.inv_freq is not what the config gives" in error
