@@ -243,3 +243,15 @@ def test_a_wrong_choice_is_a_usage_error(pytester: pytest.Pytester) -> None:
     result = run(pytester, BOTH, "--cuda-hub-kernels=maybe")
     assert result.ret == 4
     result.stderr.fnmatch_lines(["*--cuda-hub-kernels: 'maybe' (option): choose from auto, on, off, both*"])
+
+
+def test_in_a_device_process_it_is_proven_all_the_same(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_suite=HEAD + PROOF)
+    args = ("-p", "no:cacheprovider", "-p", "no:randomly", "--cuda-simulate=h100:2", "--cuda-ledger", "ledger.jsonl")
+    result = pytester.runpytest_subprocess(*args, "--cuda-isolation=session", "--junitxml", "junit.xml")
+    result.assert_outcomes(passed=3)
+    lines = [json.loads(line) for line in (pytester.path / "ledger.jsonl").read_text().splitlines()]
+    tests = {line["id"].partition("::")[2]: line for line in lines if line["kind"] == "test"}
+    assert tests["test_proof"]["kernels"]["replaced"] == 8
+    assert tests["test_proof"]["process"] != tests["test_clean"].get("process")
+    assert '<property name="hub_kernels"' in (pytester.path / "junit.xml").read_text()
