@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from pytest_cudaenv.grants.own_process import device_process as device_process
     from pytest_cudaenv.host.devices import CudaDevice as CudaDevice
     from pytest_cudaenv.requirements.attention import AttnBackend as AttnBackend
+    from pytest_cudaenv.verdict.hub_engine import HubKernels as HubKernels
+    from pytest_cudaenv.verdict.kernel_report import KernelReport as KernelReport
 
     attn_backends: NamedMark
     attn_sdpa_kernel: NamedMark
     cuda_isolated: NamedMark
     cuda_memory: NamedMark
     dtypes: NamedMark
+    hub_kernels: NamedMark
     requires_attn_backend: NamedMark
     requires_bf16: NamedMark
     requires_cuda: NamedMark
@@ -48,6 +51,8 @@ __all__ = [
     "Cell",
     "CudaDevice",
     "Current",
+    "HubKernels",
+    "KernelReport",
     "OwnProcess",
     "__version__",
     "attn_backends",
@@ -57,6 +62,7 @@ __all__ = [
     "current",
     "device_process",
     "dtypes",
+    "hub_kernels",
     "requires_attn_backend",
     "requires_bf16",
     "requires_cuda",
@@ -80,6 +86,8 @@ _ELSEWHERE = {
     "Cell": "pytest_cudaenv.cells",
     "CudaDevice": "pytest_cudaenv.host.devices",
     "Current": "pytest_cudaenv.grants.current",
+    "HubKernels": "pytest_cudaenv.verdict.hub_engine",
+    "KernelReport": "pytest_cudaenv.verdict.kernel_report",
     "OwnProcess": "pytest_cudaenv.grants.own_process",
     "current": "pytest_cudaenv.grants.current",
     "device_process": "pytest_cudaenv.grants.own_process",

@@ -32,6 +32,8 @@ MARKER_LINES = (
     "known to fail; past the date `until` the test fails",
     "cuda_memory(peak=None, leak=None): the most device memory ('2GiB') that the test may use at once, and keep after "
     "its end ('0': none)",
+    "hub_kernels(mapping=None, mode=None, executed=True, allow_fallback=(), use=None): the Hub kernels that the "
+    "fixture hub_kernels puts into this test's models; use='both' generates it with kernels off and on",
     "cuda: added to every test that asks for a device, however it asked",
     "multi_gpu: added to every test that needs two devices or more",
 )
@@ -48,10 +50,16 @@ DIST = "cuda"
 NEEDS_DEVICE = frozenset({"cuda_device", "cuda_devices", "cuda_memory"})
 """Fixtures that a test cannot have without a device."""
 
-TAKES_DEVICE = frozenset({"device", "cell", "attn_backend", "mixed_precision"})
+TAKES_DEVICE = frozenset({"device", "cell", "attn_backend", "mixed_precision", "hub_kernels"})
 """Fixtures that ask for a device where the host has one."""
 
 FIXTURES = NEEDS_DEVICE | TAKES_DEVICE | {"dtype", "attn_witness", "assert_parity", "expectations"}
+
+HUB_KERNELS = "hub_kernels"
+"""The fixture, the marker, and the parameter of a test that is generated with kernels off and on."""
+
+KERNEL_STATES = {"off": "kernels-off", "on": "kernels-on"}
+"""That parameter's values, and their part of a test id."""
 
 DTYPES: dict[str, str] = {
     "float64": "fp64",

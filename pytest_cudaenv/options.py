@@ -145,6 +145,14 @@ OPTIONS = (
         default=(),
         repeated=True,
     ),
+    Option(
+        "hub-kernels",
+        "of tests with the fixture hub_kernels run only those with kernels on, or off; both and auto (the default) run "
+        "every one. In the ini file, both generates each of them with kernels off and on",
+        "{auto,on,off,both}",
+        default="auto",
+        choices=("auto", "on", "off", "both"),
+    ),
     Option("dtypes", "run only cells of this dtype; repeat for more", "DTYPE", default=(), repeated=True),
 )
 

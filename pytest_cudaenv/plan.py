@@ -12,9 +12,9 @@ from pytest_cudaenv import compat
 from pytest_cudaenv.adopted import ADOPTED, Adopted
 from pytest_cudaenv.cells import PACKAGE, CellParameters, axis_of, backend_names, cell_of
 from pytest_cudaenv.host.devices import CudaDevice
-from pytest_cudaenv.names import FIXTURES, NEEDS_DEVICE, TAKES_DEVICE
+from pytest_cudaenv.names import FIXTURES, HUB_KERNELS, KERNEL_STATES, NEEDS_DEVICE, TAKES_DEVICE
 from pytest_cudaenv.requirements import attention
-from pytest_cudaenv.requirements.markers import MARKERS, NO_LIMIT, KnownBadCell, MemoryLimit, SdpaKernels
+from pytest_cudaenv.requirements.markers import MARKERS, NO_LIMIT, KernelUse, KnownBadCell, MemoryLimit, SdpaKernels
 from pytest_cudaenv.requirements.requirement import Requirement, with_cell
 from pytest_cudaenv.requirements.sizes import version_tuple_fits
 
@@ -35,6 +35,8 @@ class Plan:
     """Whether its numbers are compared with a reference's, though it may have neither device nor cell."""
     sdpa_kernels: tuple[str, ...] = ()
     """The kernels that sdpa may run while the body runs, from the closest mark; empty: any."""
+    hub_kernels: str | None = None
+    """`on` or `off`: how it uses the fixture hub_kernels; None: it does not."""
 
     @property
     def is_watched(self) -> bool:
@@ -63,6 +65,8 @@ def plan_of(item: pytest.Item) -> Plan | None:
     known_bad: list[KnownBadCell] = []
     memory = NO_LIMIT
     kernels: list[SdpaKernels] = []
+    state = kernel_state(item, ours)
+    uses: list[tuple[str, Requirement]] = []
     for mark in marks:
         declared = _declaration(item, mark)
         if isinstance(declared, Requirement):
@@ -73,6 +77,12 @@ def plan_of(item: pytest.Item) -> Plan | None:
             memory = memory.merged(declared)  # marks come innermost first
         elif isinstance(declared, SdpaKernels):
             kernels.append(declared)
+        elif isinstance(declared, KernelUse):
+            uses.append((_spelled(mark), declared.requirement))
+    _check_kernels(item, state)
+    if state == "on":
+        sources += uses[:1]  # the closest says it all, as a mapping is no list to add to
+        sources.append((f"fixture {HUB_KERNELS}", Requirement(needs_kernels=True)))
     sources += adopted.sources
     sources += [(f"fixture {name}", Requirement(devices=1)) for name in sorted(ours & NEEDS_DEVICE)]
     sources += [(f"fixture {name}", Requirement(device_if_any=True)) for name in sorted(ours & TAKES_DEVICE)]
@@ -94,7 +104,23 @@ def plan_of(item: pytest.Item) -> Plan | None:
         memory=memory,
         sdpa_kernels=forced,
         is_compared="assert_parity" in ours,
+        hub_kernels=state,
     )
+
+
+def kernel_state(item: pytest.Item, ours: frozenset[str]) -> str | None:
+    """`on` or `off`, for a test with the fixture hub_kernels."""
+    if HUB_KERNELS not in ours:
+        return None
+    state = compat.parameters(item).get(HUB_KERNELS, "on")
+    return state if state in KERNEL_STATES else "on"
+
+
+def _check_kernels(item: pytest.Item, state: str | None) -> None:
+    """Refuse the marker on a test that cannot use it: it would do nothing and say nothing."""
+    if state is None and any(mark.name == HUB_KERNELS for mark in getattr(item, "own_markers", ())):
+        hint = "request the fixture `hub_kernels`"
+        raise pytest.Collector.CollectError(f"{item.nodeid}: @{HUB_KERNELS} has no effect here: {hint}")
 
 
 def _declaration(item: pytest.Item, mark: pytest.Mark) -> object:

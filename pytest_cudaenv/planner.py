@@ -100,6 +100,8 @@ class Planner:
             return False
         if settings.only_dtypes and cell.dtype is not None and cell.dtype not in settings.only_dtypes:
             return False
+        if settings.hub_kernels in {"on", "off"} and plan.hub_kernels not in {None, settings.hub_kernels}:
+            return False
         if settings.unmet != "deselect" or settings.plan is not None:
             return True  # what a suite needs is the same on every host, and told whole
         reasons = self.session.unmet(plan.requirement)

@@ -22,8 +22,9 @@ from pytest_cudaenv.fixtures.devices import (
     device,
     mixed_precision,
 )
+from pytest_cudaenv.fixtures.hub_kernels import cudaenv_parked_kernels, hub_kernels
 from pytest_cudaenv.fixtures.verdict import assert_parity, attn_witness, cuda_memory, expectations
-from pytest_cudaenv.names import DIST, MARKER_LINES
+from pytest_cudaenv.names import DIST, HUB_KERNELS, MARKER_LINES
 from pytest_cudaenv.options import SWITCH, add_options
 from pytest_cudaenv.session import CHECK_INHERITED, NVML_CHECK, SESSION, CudaSession
 
@@ -35,8 +36,10 @@ __all__ = [
     "cuda_memory",
     "cuda_process_id",
     "cudaenv_grant",
+    "cudaenv_parked_kernels",
     "device",
     "expectations",
+    "hub_kernels",
     "mixed_precision",
 ]
 
@@ -120,6 +123,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         from pytest_cudaenv.cells import parametrize
 
         parametrize(metafunc, lists)
+    if lists is not None and HUB_KERNELS in metafunc.fixturenames:
+        from pytest_cudaenv import kernel_states
+
+        # From marks and the ini file alone: ids never depend on options or the environment.
+        kernel_states.parametrize(metafunc, by_default=metafunc.config.getini("cuda_hub_kernels") == "both")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -149,6 +157,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     try:
         if state.keeps_books:
             state.bookkeeping.start([item.nodeid for item in session.items])
+        state.provide_kernels(session.items)
         state.start_isolation(session)
         state.start_unmarked(session)
         state.start_watching()
@@ -242,6 +251,7 @@ def pytest_configure_node(node: Any) -> None:
     # xdist's controller does not collect: its workers say whether the suite uses the plugin.
     if (session := node.config.stash.get(SESSION, None)) is not None:
         node.workerinput["cudaenv_mailbox"] = session.reporting.mailbox
+        node.workerinput["cudaenv_kernels"] = f"{session.reporting.mailbox}-kernels"
         node.workerinput[CHECK_INHERITED] = session.environment.has_set(NVML_CHECK)
 
 
@@ -257,12 +267,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from pytest_cudaenv.mailbox import tell
 
         tell(Path(workerinput["cudaenv_requests"]), state, session.items)
+    if state is not None and state.planned and workerinput is not None and "cudaenv_kernels" in workerinput:
+        state.tell_kernels(workerinput["cudaenv_kernels"], session.items)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     if (session := node.config.stash.get(SESSION, None)) is not None:
         session.reporting.hear_worker()
+        session.hear_kernels()
         if session.keeps_books:
             session.bookkeeping.start_once(ids)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping
@@ -115,3 +116,5 @@ class Reporting:
         if "mailbox" in self.__dict__:
             with contextlib.suppress(OSError):
                 os.rmdir(self.mailbox)
+            if Path(self.mailbox).name.startswith(f"cudaenv-{os.getpid()}-"):  # and not a process forked since
+                shutil.rmtree(f"{self.mailbox}-kernels", ignore_errors=True)

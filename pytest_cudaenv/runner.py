@@ -18,6 +18,7 @@ import pytest
 from pytest_cudaenv import compat
 from pytest_cudaenv.grants.current import Current, enter, leave
 from pytest_cudaenv.grants.grant import Grant
+from pytest_cudaenv.kernel_observer import KernelObserver
 from pytest_cudaenv.ledger.record import needs
 from pytest_cudaenv.observers import Observers
 from pytest_cudaenv.offers import OFFERS, Offers
@@ -49,7 +50,7 @@ class Runner:
         """The grant that session-scoped device fixtures were built with."""
         self._needs: dict[tuple[Requirement, tuple[tuple[str, Requirement], ...]], dict[str, Any]] = {}
         self._root: tuple[Any, pytest.FixtureRequest] | None = None
-        observers = (StateObserver(), MemoryObserver(), WitnessObserver(), ParityObserver())
+        observers = (StateObserver(), MemoryObserver(), WitnessObserver(), ParityObserver(), KernelObserver())
         self.observers = Observers(observers, strict=session.settings.strict)
         watch_wider_fixtures(session.config, self.observers)
         self.settled: set[tuple[Path, str, Hashable]] = set()

@@ -240,6 +240,34 @@ class CudaSession:
 
         self.isolation = Isolation(self, session, self.settings.isolation)
 
+    def provide_kernels(self, items: Sequence[pytest.Item]) -> None:
+        """Right before the first test, where no xdist leads the run: download the Hub kernels that tests declare."""
+        if self.interpreter is not None or not self.planned or self.only_collects:
+            return
+        if hasattr(self.config, "workerinput") or not self._declare_kernels(items):
+            return
+        from pytest_cudaenv.kernel_download import provide
+
+        provide(self, items)
+
+    def tell_kernels(self, folder: str, items: Sequence[pytest.Item]) -> None:
+        """In a worker: tell the controller which Hub kernels tests declare."""
+        if self._declare_kernels(items):
+            from pytest_cudaenv.kernel_download import tell
+
+            tell(Path(folder), self, items)
+
+    def hear_kernels(self) -> None:
+        """In the controller, when a worker has collected."""
+        if os.path.isdir(f"{self.reporting.mailbox}-kernels"):
+            from pytest_cudaenv.kernel_download import hear
+
+            hear(self)
+
+    def _declare_kernels(self, items: Sequence[pytest.Item]) -> bool:
+        plans = (item.stash.get(PLAN, None) for item in items)
+        return any(plan is not None and plan.requirement.hub_kernels for plan in plans)
+
     def start_unmarked(self, session: pytest.Session) -> None:
         """Once device processes can be forked: hide the devices from the tests of this process, or watch these."""
         if self.interpreter is not None or self.only_collects or not self.shows_header or not self.reading.devices:

@@ -46,6 +46,8 @@ class Settings:
     only_attn_backends: tuple[str, ...] = ()
     """Cells of other backends are deselected; empty: none are."""
     only_dtypes: tuple[str, ...] = ()
+    hub_kernels: str = "auto"
+    """`on` or `off`: tests that use Hub kernels in the other state are deselected."""
     attn_backends: tuple[str, ...] | None = None
     """From ini alone, as these make ids: the backends of tests that name none; None: the plugin's default."""
     dtypes: tuple[str, ...] | None = None
@@ -94,6 +96,7 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] | None = None) -> 
         update_expectations=values["update-expectations"],
         only_attn_backends=values["attn-backends"],
         only_dtypes=values["dtypes"],
+        hub_kernels=values["hub-kernels"],
         attn_backends=_ini_list(config, "cuda_attn_backends", provenance),
         dtypes=_ini_list(config, "cuda_dtypes", provenance),
         provenance=provenance,

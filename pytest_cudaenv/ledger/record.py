@@ -295,6 +295,7 @@ class Ledger:
             "witness": record.get("witness"),
             "parity": record.get("parity"),
             "cells": record.get("cells"),
+            "kernels": record.get("kernels"),
             "breach": record.get("breach"),
             "unmarked": record.get("unmarked"),
             "message": test.message if test.outcome in {"failed", "error"} else None,

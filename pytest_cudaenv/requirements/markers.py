@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from pytest_cudaenv.requirements import attention, hub_kernels, packages, precision, quantization
+from pytest_cudaenv.requirements import attention, packages, precision, quantization
+from pytest_cudaenv.requirements.hub_kernels import HubKernel
+from pytest_cudaenv.requirements.kernel_sources import Given, HubLayer, mode_name, sources
 from pytest_cudaenv.requirements.requirement import Requirement
 from pytest_cudaenv.requirements.sizes import parse_memory, specifier
 
@@ -71,7 +73,29 @@ class SdpaKernels:
 
 SDPA_KERNELS = ("flash", "efficient", "cudnn", "math")
 
-Declaration: TypeAlias = "Requirement | Axis | KnownBadCell | MemoryLimit | SdpaKernels"
+
+@dataclass(frozen=True)
+class KernelUse:
+    """How a test uses Hub kernels, by its marker."""
+
+    mapping: Given | None = None
+    """None: transformers' own."""
+    mode: str | None = None
+    executed: bool = True
+    """Whether each replaced layer has to run."""
+    allow_fallback: tuple[str, ...] = ()
+    use: str | None = None
+    """`both`: the test is generated with kernels off and on; None: as the ini key cuda_hub_kernels says."""
+
+    @property
+    def requirement(self) -> Requirement:
+        """What it needs where kernels are on."""
+        layers = [one for one in sources(self.mapping or {}) if isinstance(one, HubLayer)]
+        wanted = tuple(dict.fromkeys(HubKernel(one.repo, one.version, one.revision) for one in layers))
+        return Requirement(device_if_any=True, needs_kernels=True, hub_kernels=wanted)
+
+
+Declaration: TypeAlias = "Requirement | Axis | KnownBadCell | MemoryLimit | SdpaKernels | KernelUse"
 
 
 def requires_cuda(
@@ -162,7 +186,7 @@ def requires_flex_attention() -> Requirement:
 
 def requires_hub_kernels(*repos: str, version: int | None = None, revision: str | None = None) -> Requirement:
     """A usable pair of kernels and transformers, and a build of each repository for this host."""
-    wanted = tuple(hub_kernels.HubKernel(repo, version, revision) for repo in repos)
+    wanted = tuple(HubKernel(repo, version, revision) for repo in repos)
     return Requirement(device_if_any=True, needs_kernels=True, hub_kernels=wanted)
 
 
@@ -275,6 +299,25 @@ def _amount(value: int | str | None, argument: str) -> int | None:
         raise ValueError(str(error).replace("memory=", f"{argument}=", 1)) from None
 
 
+def hub_kernels(
+    mapping: Given | None = None,
+    mode: str | None = None,
+    executed: bool = True,
+    allow_fallback: str | Sequence[str] = (),
+    use: str | None = None,
+) -> KernelUse:
+    """What the fixture `hub_kernels` puts into this test's models, and whether it has to run."""
+    if mapping is not None and (not isinstance(mapping, Mapping) or not mapping):
+        raise TypeError(f"mapping={mapping!r}: write a dict of layer name and kernel")
+    if not isinstance(executed, bool):
+        raise TypeError(f"executed={executed!r}: write True or False")
+    if use not in {None, "both", "on"}:
+        raise ValueError(f"use={use!r}: write 'both' for a test with kernels off and on, or 'on'")
+    declared = KernelUse(mapping, mode and mode_name(mode), executed, tuple(_listed(allow_fallback)), use)
+    _ = declared.requirement  # whether its texts name kernels
+    return declared
+
+
 MARKERS: dict[str, Callable[..., Declaration]] = {
     function.__name__: function
     for function in (
@@ -299,6 +342,7 @@ MARKERS: dict[str, Callable[..., Declaration]] = {
         attn_sdpa_kernel,
         xfail_cells,
         cuda_memory,
+        hub_kernels,
     )
 }
 """Marker name -> its signature, which validates the arguments and returns what they declare."""
