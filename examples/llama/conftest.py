@@ -1,4 +1,4 @@
-"""A tiny Llama in the test's cell, its references, and a batch."""
+"""A tiny Llama in the test's cell, and a batch."""
 
 from __future__ import annotations
 
@@ -31,19 +31,6 @@ def config() -> LlamaConfig:
 def model(cell: Cell, config: LlamaConfig) -> LlamaForCausalLM:
     """The model in this test's cell."""
     return cell.build(LlamaForCausalLM, config)
-
-
-@pytest.fixture(scope="module")
-def reference(cell: Cell, config: LlamaConfig) -> LlamaForCausalLM:
-    """The same weights in eager attention, one precision higher than the cell."""
-    higher = torch.float64 if cell.dtype is torch.float32 else torch.float32
-    return cell.build(LlamaForCausalLM, config, attn_backend="eager", dtype=higher)
-
-
-@pytest.fixture(scope="module")
-def low(cell: Cell, config: LlamaConfig) -> LlamaForCausalLM:
-    """The same weights in eager attention and the cell's dtype: how far from the reference is right."""
-    return cell.build(LlamaForCausalLM, config, attn_backend="eager")
 
 
 @pytest.fixture
