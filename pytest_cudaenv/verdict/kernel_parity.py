@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_cudaenv.verdict.kernel_errors import HubKernelError, KernelFaultError
+from pytest_cudaenv.verdict.parity_numbers import Leaf, ParityError, Row, Rule, compare, typical_error, worst
 
-FLOOR_ULPS = 4.0
-"""Units in the last place of the largest value that any two orders of summation may differ by."""
+GRADIENTS = 1.5
+"""How much more gradients are allowed than outputs, as FlashAttention's own tests have it (3 and 2)."""
 
 SEED = 0
 
@@ -122,57 +123,69 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def judge(candidate: Run, reference: Run, baseline: Run, k: float, what: str = "the model") -> dict[str, Any]:
-    """Compare the run with kernels; the comparison at its worst, as plain data.
+    """Compare the run with kernels, row by row, by the rule of `assert_parity`; its worst row, as plain data.
 
-    Raises KernelFaultError where a gradient is gone, an output is, or numbers are too far off.
+    Gradients are allowed half as much again, as there. Raises KernelFaultError where a gradient is gone, an output is,
+    or numbers are too far off; HubKernelError where the comparison would prove nothing.
     """
     if lost := sorted(candidate.missing - baseline.missing):
         text = f"{len(lost)} gradients are gone with kernels on {what}, first {lost[0]}: a forward is detached"
         raise KernelFaultError("kernels-no-gradient", text)
-    worst: dict[str, Any] = {"ratio": 0.0, "checked": 0}
-    for mine, theirs, base in (
-        (candidate.outputs, reference.outputs, baseline.outputs),
-        (candidate.gradients, reference.gradients, baseline.gradients),
-    ):
-        if mine.keys() != base.keys():
-            odd = sorted(mine.keys() ^ base.keys())
-            raise KernelFaultError("kernels-parity", f"with kernels {what} returns other tensors: {', '.join(odd[:4])}")
-        for name in mine:
-            one = _judge_one(name, mine[name], theirs[name], base[name], k, what)
-            one["checked"] += worst["checked"]
-            worst = one if one["ratio"] >= worst["ratio"] else worst | {"checked": one["checked"]}
-    if not worst["checked"]:
+    rows: list[Row] = []
+    for part, factor in (("outputs", k), ("gradients", GRADIENTS * k)):
+        mine, theirs, base = (getattr(run, part) for run in (candidate, reference, baseline))
+        _check_alike(mine, base, what)
+        sides = [{n: Leaf(side[n]) for n in mine if mine[n].is_floating_point()} for side in (mine, theirs, base)]
+        for dtype in dict.fromkeys(leaf.tensor.dtype for leaf in sides[0].values()):
+            found = [{n: leaf for n, leaf in side.items() if mine[n].dtype == dtype} for side in sides]
+            rows += _rows(found, part, dtype, factor, what)
+    exact = sum(value.numel() for value in candidate.outputs.values() if not value.is_floating_point())
+    if not rows and not exact:
         raise HubKernelError("kernels-compare", "run(model) returned empty tensors: there is nothing to compare")
-    return worst
+    checked = exact + sum(row.count for row in rows)
+    if not rows:
+        return {"ratio": 0.0, "checked": checked}
+    row = worst(rows)
+    if row.ratio > 1:
+        at = f"{row.path} of {what}" + (f", row {row.row}," if row.row is not None else "")
+        text = (
+            f"{at} is {row.error:.3g} off with kernels, {row.reference_error:.3g} without; allowed is {row.limit:.3g}"
+        )
+        raise KernelFaultError("kernels-parity", text)
+    told = {"error": row.error, "reference_error": row.reference_error, "floor": row.floor, "worst": row.path}
+    return {"ratio": row.ratio, **told, "checked": checked}
 
 
-def _judge_one(name: str, mine: Any, theirs: Any, base: Any, k: float, what: str) -> dict[str, Any]:
+def _rows(sides: Sequence[Mapping[str, Leaf]], part: str, dtype: Any, k: float, what: str) -> list[Row]:
+    mine, theirs, base = sides
+    rule, batch = Rule(dtype, k), None
+    if part == "gradients":
+        largest = max((float(leaf.tensor.abs().max()) for leaf in theirs.values() if leaf.tensor.numel()), default=0.0)
+        rule = Rule(dtype, k, typical=typical_error(theirs, base), scale=largest)
+    else:
+        first = next(iter(mine.values())).tensor
+        batch = int(first.shape[0]) if first.dim() > 1 else None
+    try:
+        return compare(mine, theirs, base, rule, batch=batch)
+    except ParityError as error:
+        raise HubKernelError("kernels-compare", f"{part} of {what}: {error}") from None
+
+
+def _check_alike(mine: Mapping[str, Any], base: Mapping[str, Any], what: str) -> None:
+    """With kernels there are the same tensors as without: of the same shapes, whole numbers and places without one."""
     import torch
 
-    if mine.shape != base.shape or mine.dtype != base.dtype:
-        have = f"{tuple(mine.shape)} {mine.dtype}, without {tuple(base.shape)} {base.dtype}"
-        raise KernelFaultError("kernels-parity", f"{name} of {what}: with kernels {have}")
-    if not mine.numel():
-        return {"ratio": 0.0, "checked": 0, "worst": name}
-    if not mine.is_floating_point():
-        if not torch.equal(mine, base):
-            raise KernelFaultError("kernels-parity", f"{name} of {what} has other whole numbers with kernels")
-        return {"ratio": 0.0, "checked": mine.numel(), "worst": name}
-    wide, right, plain = mine.double(), theirs.double(), base.double()
-    finite = right.isfinite()
-    if not torch.equal(wide.isfinite(), plain.isfinite()):
-        count = int((wide.isfinite() != plain.isfinite()).sum())
-        raise KernelFaultError("kernels-parity", f"{name} of {what}: {count} values are not finite with kernels")
-    usable = finite & wide.isfinite()
-
-    def off(values: Any) -> float:
-        return float((values - right)[usable].abs().max()) if bool(usable.any()) else 0.0
-
-    error, own = off(wide), off(plain)
-    scale = float(right[usable].abs().max()) if bool(usable.any()) else 0.0
-    allowed = k * own + FLOOR_ULPS * torch.finfo(mine.dtype).eps * scale
-    ratio = error / allowed if allowed else (0.0 if not error else float("inf"))
-    if ratio > 1:
-        text = f"{name} of {what} is {error:.3g} off with kernels, {own:.3g} without; allowed is {allowed:.3g}"
-        raise KernelFaultError("kernels-parity", text)
-    return {"ratio": ratio, "error": error, "reference_error": own, "worst": name, "checked": mine.numel()}
+    if mine.keys() != base.keys():
+        odd = sorted(mine.keys() ^ base.keys())
+        raise KernelFaultError("kernels-parity", f"with kernels {what} returns other tensors: {', '.join(odd[:4])}")
+    for name, value in mine.items():
+        plain = base[name]
+        if value.shape != plain.shape or value.dtype != plain.dtype:
+            have = f"{tuple(value.shape)} {value.dtype}, without {tuple(plain.shape)} {plain.dtype}"
+            raise KernelFaultError("kernels-parity", f"{name} of {what}: with kernels {have}")
+        if not value.is_floating_point():
+            if not torch.equal(value, plain):
+                raise KernelFaultError("kernels-parity", f"{name} of {what} has other whole numbers with kernels")
+        elif not torch.equal(value.isfinite(), plain.isfinite()):
+            count = int((value.isfinite() != plain.isfinite()).sum())
+            raise KernelFaultError("kernels-parity", f"{name} of {what}: {count} values are not finite with kernels")
