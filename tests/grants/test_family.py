@@ -74,6 +74,7 @@ def test_a_name_may_hold_anything(started: list[subprocess.Popen[bytes]], tmp_pa
     started.append(subprocess.Popen([str(program), "600"]))
     [process] = family.below([started[0].pid])
     assert process.born.isdecimal()
+    until(lambda: bool(Path(f"/proc/{process.pid}/cmdline").read_bytes()))  # a moment after it has begun
     told, whole = family.command_line(process.pid), f"{program} 600"
     assert told == whole or (len(told) == 80 and whole.startswith(told.removesuffix("…")))
 

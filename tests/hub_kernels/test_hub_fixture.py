@@ -38,7 +38,7 @@ def ids():
 
 
 def run(pytester: pytest.Pytester, suite: str, *args: str) -> Any:
-    pytester.makepyfile(test_suite=HEAD + suite)
+    pytester.makepyfile(test_of_kernels=HEAD + suite)
     return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:randomly", "--cuda-visible=-1", *args)
 
 
@@ -63,10 +63,10 @@ def test_a_pass_is_proven_and_in_the_ledger(pytester: pytest.Pytester) -> None:
     result.assert_outcomes(passed=3)
     lines = [json.loads(line) for line in (pytester.path / "ledger.jsonl").read_text().splitlines()]
     kernels = {line["id"]: line.get("kernels") for line in lines if line["kind"] == "test"}
-    proof = kernels["test_suite.py::test_proof"]
+    proof = kernels["test_of_kernels.py::test_proof"]
     assert (proof["replaced"], proof["fell_back"], proof["kernels"]) == (8, 0, "on")
     assert {row["layer_name"]: row["calls"] for row in proof["rows"]} == {"RMSNorm": 5, "SiLU": 2, "rotary_pos_emb": 2}
-    assert kernels["test_suite.py::test_clean"] is None
+    assert kernels["test_of_kernels.py::test_clean"] is None
     assert '<property name="hub_kernels"' in (pytester.path / "junit.xml").read_text()
     import jsonschema
 
@@ -234,9 +234,9 @@ def test_a_wrong_marker_is_an_error_while_collecting(pytester: pytest.Pytester, 
 
 
 def test_a_device_is_asked_for_where_there_is_one(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_suite="def test_a(hub_kernels): pass\n")
+    pytester.makepyfile(test_of_kernels="def test_a(hub_kernels): pass\n")
     args = ("--collect-only", "-q", "--cuda-simulate=h100", "-m", "cuda")
-    assert "test_suite.py::test_a" in pytester.runpytest_inprocess(*args).outlines
+    assert "test_of_kernels.py::test_a" in pytester.runpytest_inprocess(*args).outlines
 
 
 def test_a_wrong_choice_is_a_usage_error(pytester: pytest.Pytester) -> None:
@@ -246,7 +246,7 @@ def test_a_wrong_choice_is_a_usage_error(pytester: pytest.Pytester) -> None:
 
 
 def test_in_a_device_process_it_is_proven_all_the_same(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_suite=HEAD + PROOF)
+    pytester.makepyfile(test_of_kernels=HEAD + PROOF)
     args = ("-p", "no:cacheprovider", "-p", "no:randomly", "--cuda-simulate=h100:2", "--cuda-ledger", "ledger.jsonl")
     result = pytester.runpytest_subprocess(*args, "--cuda-isolation=session", "--junitxml", "junit.xml")
     result.assert_outcomes(passed=3)

@@ -41,7 +41,7 @@ Run = Callable[..., str]
 def run(tmp_path: Path) -> Run:
     suite = tmp_path / "suite"
     suite.mkdir()
-    (suite / "test_suite.py").write_text(SUITE)
+    (suite / "test_of_kernels.py").write_text(SUITE)
 
     def start(endpoint: str, *args: str, code: int = 0) -> str:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("CUDAENV_", "PYTEST_", "HF_"))}
