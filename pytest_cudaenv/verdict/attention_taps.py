@@ -82,7 +82,7 @@ class Recorder(ABC):
 
     def run(self, call: OpenCall) -> Any:
         """Make the call: what it returns or raises is the function's own."""
-        if is_unseen():
+        if _unseen[0]:
             with self.around(call):
                 return call.function(*call.arguments[0], **call.arguments[1])
         stack = self.open
@@ -92,8 +92,9 @@ class Recorder(ABC):
                 value = call.function(*call.arguments[0], **call.arguments[1])
         finally:
             stack.pop()
-        if any(outer.is_opaque for outer in stack):
-            return value
+        for outer in stack:  # no generator: this is paid for by every call of attention
+            if outer.is_opaque:
+                return value
         if stack:
             stack[-1].has_inner = True
         if not call.has_inner:
