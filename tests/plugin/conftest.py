@@ -10,6 +10,7 @@ import pytest
 import pytest_cudaenv.decorators
 import pytest_cudaenv.host.detect
 import pytest_cudaenv.plan  # noqa: F401
+from pytest_cudaenv.grants.process import fork_hazards
 from pytest_cudaenv.host.devices import Host
 from tests.inner_runs import forget_outer_run
 
@@ -22,7 +23,14 @@ def _only_what_a_test_sets(pytester: pytest.Pytester, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def on_host(monkeypatch: pytest.MonkeyPatch) -> Callable[[Host], None]:
-    """Makes every run in this process find this host."""
+    """Makes every run in this process find this host.
+
+    Fresh interpreters would not: thread pools that other tests have left idle in this process are no hazard here.
+    """
+    there = set(fork_hazards())
+    monkeypatch.setattr(
+        "pytest_cudaenv.poison.fork_hazards", lambda: [name for name in fork_hazards() if name not in there]
+    )
 
     def fabricate(host: Host) -> None:
         monkeypatch.setattr("pytest_cudaenv.host.detect.detect_host", lambda *_, **__: host)
