@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 import os
@@ -47,6 +48,9 @@ TABLES = {
     "bfloat16": (1.6e-2, 1e-5),
 }
 """(rtol, atol) by dtype, `torch.testing.assert_close`'s: for where no reference can be had."""
+
+CLOSE = 0.8
+"""How alike a keyword that nobody names is to one that is known before it is taken for a slip."""
 
 _UNSET: Any = object()
 
@@ -148,7 +152,7 @@ class AssertParity:
             "tolerance": tolerance,
             "compare": compare,
         }
-        options = _options(model, {name: value for name, value in given.items() if value is not _UNSET})
+        options = _options(model, {name: value for name, value in given.items() if value is not _UNSET}, inputs)
         try:
             result = self._compare(model, refs.Inputs(args, inputs), options)
         except _FoundError as error:
@@ -366,7 +370,7 @@ class _Options:
         return (id(self.reference) if self.reference is not None else None, self.backward, self.generate, self.compare)
 
 
-def _options(model: Any, given: dict[str, Any]) -> _Options:
+def _options(model: Any, given: dict[str, Any], inputs: Mapping[str, Any]) -> _Options:
     function = model.forward if refs.is_module(model) else model
     try:
         parameters = inspect.signature(function).parameters
@@ -376,6 +380,11 @@ def _options(model: Any, given: dict[str, Any]) -> _Options:
         name = getattr(model, "__name__", type(model).__name__)
         text = f"{clash[0]} is an option of assert_parity and an input of {name}"
         raise TypeError(f"{text}: pass a callable that gives the input another name")
+    known = [*OPTIONS, *parameters]
+    for name in inputs:
+        # A `forward(**kwargs)` takes it without a word: `backwards=True` would compare no gradient.
+        if name not in known and (near := difflib.get_close_matches(name, known, 1, CLOSE)):
+            raise TypeError(f"{name} is neither an option of assert_parity nor a named input: did you mean {near[0]}?")
     for name in ("k", "grad_k"):
         if name in given and not (isinstance(given[name], (int, float)) and given[name] > 0):
             raise TypeError(f"{name} is a factor above 0, not {type(given[name]).__name__}")

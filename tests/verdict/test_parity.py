@@ -394,3 +394,18 @@ def test_buffers_that_were_rounded_are_named() -> None:
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 1.5
     error = str(refused("sdpa", torch.bfloat16, model, **LLAMA.inputs()))
     assert "note: buffer model.rotary_emb.inv_freq is not what the config gives" in error
+
+
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [
+        ("backwards", "backward"),
+        ("tolerence", "tolerance"),
+        ("refernce", "reference"),
+        ("atention_mask", "attention_mask"),
+    ],
+)
+def test_a_slip_is_no_input(slip: str, meant: str) -> None:
+    """transformers' models take any keyword, and say nothing."""
+    with pytest.raises(TypeError, match=f"did you mean {meant}"):
+        AssertParity(cell("sdpa", torch.float32))(LLAMA.build("sdpa", torch.float32), **LLAMA.inputs(), **{slip: True})
