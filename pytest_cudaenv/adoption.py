@@ -83,13 +83,12 @@ class Adoption:
         for name in self._rules:
             if (module := sys.modules.get(name)) is not None:
                 self._wrap_module(module)
-        sys.meta_path.insert(0, self._finder)
+        self._finder.install()
 
     def remove(self) -> None:
         """Put the libraries' own decorators back."""
         self.active = False
-        with contextlib.suppress(ValueError):
-            sys.meta_path.remove(self._finder)
+        self._finder.remove()
         for module, name, original, ours in reversed(self._wrapped):
             if getattr(module, name, None) is ours:
                 setattr(module, name, original)

@@ -590,6 +590,20 @@ def failure_of(text: str, location: tuple[str, int | None, str]) -> Any:
     return code.ReprExceptionInfo(code.ReprTraceback([entry], extraline=None, style="native"), crash)
 
 
+def has_passed(report: pytest.TestReport) -> bool:
+    """Whether a phase passed, and was not expected to fail.
+
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/skipping.py (wasxfail)
+    """
+    return report.outcome == "passed" and not hasattr(report, "wasxfail")
+
+
+def fail(report: pytest.TestReport, text: str) -> None:
+    """Make a report that of a failure without traceback, which says this."""
+    report.outcome = "failed"
+    report.longrepr = failure_of(text, report.location)
+
+
 def add_section(report: pytest.TestReport, title: str, text: str) -> None:
     """Add a section to what is shown of a failure: below its traceback, in the terminal as in files of reports.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import sys
 from collections.abc import Callable, Collection, Sequence
 from types import ModuleType
 
@@ -14,6 +15,15 @@ class Announcer(importlib.abc.MetaPathFinder):
     def __init__(self, modules: Collection[str], imported: Callable[[ModuleType], None]) -> None:
         self._modules = frozenset(modules)
         self._imported = imported
+
+    def install(self) -> None:
+        """Listen from now on."""
+        sys.meta_path.insert(0, self)
+
+    def remove(self) -> None:
+        """Listen no more; harmless where it does not."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -28,7 +28,7 @@ class KernelObserver(Observer):
         engine = item.stash.get(ENGINE, None)
         if engine is None or report.when != "call":
             return ()
-        open_ends = engine.unproven() if report.outcome == "passed" and not hasattr(report, "wasxfail") else []
+        open_ends = engine.unproven() if compat.has_passed(report) else []
         data = engine.as_data()
         if data is not None:
             record["kernels"] = data

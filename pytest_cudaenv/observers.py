@@ -97,7 +97,6 @@ class Observers:
             return
         record["findings"] = [finding.as_data() for finding in found]
         fatal = [finding for finding in found if finding.is_failure or self.strict]
-        if fatal and report.outcome == "passed" and not hasattr(report, "wasxfail"):
+        if fatal and compat.has_passed(report):
             told = (f"{finding}{'' if finding.is_failure else ' (--cuda-strict)'}" for finding in fatal)
-            report.outcome = "failed"
-            report.longrepr = compat.failure_of("\n".join(told), report.location)
+            compat.fail(report, "\n".join(told))

@@ -75,14 +75,11 @@ class Offers:
     @property
     def cuda_memory(self) -> Meter:
         """The test's device memory. Raises NoGrantError where it has no device."""
-        from pytest_cudaenv.fixtures.verdict import METER
-        from pytest_cudaenv.verdict.memory import Meter, TorchAllocator
+        from pytest_cudaenv.fixtures.verdict import meter_of
 
         if not self.grant.devices:
             raise NoGrantError("this test runs on the CPU: put @requires_cuda on it")
-        if (meter := self.item.stash.get(METER, None)) is None:
-            meter = Meter(TorchAllocator(), range(len(self.grant.devices)))
-        return meter
+        return meter_of(self.item, len(self.grant.devices))
 
     def attn_witness(self, model: Any = None) -> Watch:
         """A watch over one block, and over one model where it is given."""

@@ -72,15 +72,14 @@ class TorchQuestions:
         for name in _MODULES:
             if (module := sys.modules.get(name)) is not None:
                 self._patch(module)
-        sys.meta_path.insert(0, self._finder)
+        self._finder.install()
 
     def remove(self) -> None:
         """Put torch's own functions back; copies that were taken meanwhile ask torch from now on."""
         if not self.active:
             return
         self.active = False
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
+        self._finder.remove()
         for module, name, original, ours in reversed(self._patched):
             if getattr(module, name, None) is ours:
                 setattr(module, name, original)

@@ -134,16 +134,15 @@ class Runner:
             if self.session.is_device_process:
                 record["process"] = os.getpid()
             record["memory"] = _peak_memory(len(grant.devices))
-        if report.when != "call" or report.outcome != "passed" or hasattr(report, "wasxfail"):
+        if report.when != "call" or not compat.has_passed(report):
             return
         if self.session.host.simulated is None and is_idle(before, use_of_cuda()):
             record["idle"] = True
             if self.session.settings.strict:
-                report.outcome = "failed"
-                report.longrepr = compat.failure_of(
+                compat.fail(
+                    report,
                     f"[{IDLE}] needs to use CUDA, as it asks for a device; have neither an allocation nor a context. "
                     "Let the test compute on its device, or take away its requirement (--cuda-strict)",
-                    report.location,
                 )
 
     def _told(self, plan: Plan) -> dict[str, Any]:

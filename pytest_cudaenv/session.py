@@ -590,7 +590,7 @@ class CudaSession:
     def _explain(self, item: pytest.Item, report: pytest.TestReport) -> None:
         """Put on the report of a skip why it skipped, and the suite's own words."""
         from pytest_cudaenv.adoption import asked_for, original_text, text_of_skip
-        from pytest_cudaenv.compat import failure_of
+        from pytest_cudaenv.compat import fail
 
         assert self.adoption is not None
         record: dict[str, Any] = getattr(report, "cudaenv", None) or {"cell": None, "ran_on": None}
@@ -603,9 +603,7 @@ class CudaSession:
             promise = self.denied(self.adoption.claims(item, text)) if self.has_promises else None
             if promise is not None:
                 record["breach"] = promise
-                report.outcome = "failed"
-                failure = promised_and_skipped(promise, text, record["reasons"])
-                report.longrepr = failure_of(failure, report.location)
+                fail(report, promised_and_skipped(promise, text, record["reasons"]))
         if text:
             record["skip"] = text
         report.cudaenv = record  # type: ignore[attr-defined]

@@ -36,7 +36,7 @@ class StateObserver(Observer):
         self.guard.begin()
         if sys.modules.get("torch") is None:
             self._announcer = Announcer({"torch"}, self._imported)
-            sys.meta_path.insert(0, self._announcer)
+            self._announcer.install()
 
     def _imported(self, module: ModuleType) -> None:
         self.guard.imported()
@@ -54,7 +54,7 @@ class StateObserver(Observer):
             yield Finding(CODE, leak_text(self._leaks), REMEDY)
 
     def end(self, item: pytest.Item) -> None:
-        if self._announcer is not None and self._announcer in sys.meta_path:
-            sys.meta_path.remove(self._announcer)
+        if self._announcer is not None:
+            self._announcer.remove()
         self._announcer = None
         self._leaks = self.guard.end()

@@ -51,13 +51,12 @@ class Unmarked:
         self._announce()
         record = getattr(report, "cudaenv", None) or {"cell": None, "ran_on": None}
         report.cudaenv = {**record, "unmarked": True}  # type: ignore[attr-defined]
-        if self.session.settings.unmarked != "fail" or report.outcome != "passed" or hasattr(report, "wasxfail"):
+        if self.session.settings.unmarked != "fail" or not compat.has_passed(report):
             return
-        report.outcome = "failed"
-        report.longrepr = compat.failure_of(
+        compat.fail(
+            report,
             f"[{CODE}] needs a requirement to use CUDA; have none, and so no lease. "
             "Put @requires_cuda on the test, or request cuda_device (--cuda-unmarked=fail)",
-            report.location,
         )
 
     def _announce(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_cudaenv import compat
 from pytest_cudaenv.importing import Announcer
 from pytest_cudaenv.observers import Observer
 from pytest_cudaenv.verdict.finding import Finding
@@ -45,7 +46,7 @@ class WitnessObserver(Observer):
         late = [name for name in _watched_modules() if name not in sys.modules]
         if late:
             self._announcer = Announcer(late, lambda _module: taps.install())
-            sys.meta_path.insert(0, self._announcer)
+            self._announcer.install()
 
     def _recorder(self) -> tuple[CellRecorder, Taps]:
         if self._taps is None:
@@ -95,7 +96,7 @@ class WitnessObserver(Observer):
         plan = self._plan
         if plan is None or report.when != "call":
             return ()
-        has_passed = report.outcome == "passed" and not hasattr(report, "wasxfail")
+        has_passed = compat.has_passed(report)
         found: list[Finding] = []
         if self._forced is not None and self._seen is not None:
             self._forced.close()
@@ -136,8 +137,7 @@ class WitnessObserver(Observer):
             self._forced.close()
             self._forced = self._seen = None
         if self._announcer is not None:
-            if self._announcer in sys.meta_path:
-                sys.meta_path.remove(self._announcer)
+            self._announcer.remove()
             self._announcer = None
         if self._taps is not None:
             self._taps[1].remove()

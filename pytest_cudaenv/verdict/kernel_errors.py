@@ -14,6 +14,7 @@ from enum import Enum
 from typing import NamedTuple, NoReturn
 
 from pytest_cudaenv.requirements.reason import Rank, Reason, brief, shortened
+from pytest_cudaenv.verdict.coded import CodedError
 
 
 class Outcome(Enum):
@@ -27,20 +28,12 @@ class Outcome(Enum):
     """The kernel breaks its word."""
 
 
-class HubKernelError(RuntimeError):
+class HubKernelError(CodedError, RuntimeError):
     """The suite asks for kernels in a way that cannot work, on this host or any other. `code` is stable."""
 
-    def __init__(self, code: str, text: str) -> None:
-        super().__init__(f"[{code}] {text}")
-        self.code = code
 
-
-class KernelFaultError(AssertionError):
+class KernelFaultError(CodedError, AssertionError):
     """A kernel does not do what it claims, or what it replaces. `code` is stable."""
-
-    def __init__(self, code: str, text: str) -> None:
-        super().__init__(f"[{code}] {text}")
-        self.code = code
 
 
 @dataclass(frozen=True)

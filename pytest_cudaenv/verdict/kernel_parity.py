@@ -13,6 +13,7 @@ from typing import Any
 
 from pytest_cudaenv.verdict.kernel_errors import HubKernelError, KernelFaultError
 from pytest_cudaenv.verdict.parity_numbers import Leaf, ParityError, Row, Rule, compare, typical_error, worst
+from pytest_cudaenv.verdict.parity_reference import higher
 
 GRADIENTS = 1.5
 """How much more gradients are allowed than outputs, as FlashAttention's own tests have it (3 and 2)."""
@@ -52,13 +53,6 @@ class Applied:
 
 
 applied = Applied
-
-
-def higher(dtype: Any) -> Any:
-    """The dtype of a reference for one: double for float, float for what is smaller."""
-    import torch
-
-    return torch.float64 if dtype in {torch.float32, torch.float64} else torch.float32
 
 
 def references(model: Any, run: Callable[[Any], Any], backward: bool) -> tuple[Run, Run]:

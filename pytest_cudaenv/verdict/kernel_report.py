@@ -10,18 +10,16 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pytest_cudaenv.verdict.coded import CodedError
+
 Status = Literal["kernel", "original", "untouched"]
 
 LISTED = 8
 """Rows that a message names before it counts the rest."""
 
 
-class KernelReportError(AssertionError):
+class KernelReportError(CodedError, AssertionError):
     """A kernel was to replace something, and did not. `code` is stable: `kernels-not-replaced`."""
-
-    def __init__(self, code: str, text: str) -> None:
-        super().__init__(f"[{code}] {text}")
-        self.code = code
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ import difflib
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pytest_cudaenv.verdict import parity_reference as refs
@@ -24,6 +23,7 @@ from pytest_cudaenv.verdict.parity_numbers import (
     typical_error,
     worst,
 )
+from pytest_cudaenv.verdict.seen import Seen
 from pytest_cudaenv.verdict.witness import watch
 
 K, GRAD_K = 2.0, 3.0
@@ -48,6 +48,8 @@ TABLES = {
     "bfloat16": (1.6e-2, 1e-5),
 }
 """(rtol, atol) by dtype, `torch.testing.assert_close`'s: for where no reference can be had."""
+
+UNPROVEN = "the witness saw no attention that it knows: which backend ran is not proven"
 
 CLOSE = 0.8
 """How alike a keyword that nobody names is to one that is known before it is taken for a slip."""
@@ -210,7 +212,7 @@ class AssertParity:
         check_masked_rows(mask)
         if mask is not None:
             batch = int(mask.shape[0])
-        with _watched(model, side.backends) as seen:
+        with watch(model if refs.is_module(model) else None) as seen:
             candidate = _run(model, inputs, side.dtype, side, self.seed, options, mask)
         if side.is_eager and options.reference is None:
             again = _run(model, inputs, side.dtype, side, self.seed, options, mask)
@@ -223,14 +225,16 @@ class AssertParity:
         return self._judge(candidate, reference, low, side, options, mask, batch, "candidate", notes)
 
     def _check_backend(
-        self, seen: _Seen, candidate: refs.Run, low: refs.Run | None, side: _Side, options: _Options
+        self, seen: Seen, candidate: refs.Run, low: refs.Run | None, side: _Side, options: _Options
     ) -> tuple[str, ...]:
         """Refuse a candidate that ran what its reference runs; tell where nobody looked."""
         if seen.backends and seen.backends <= {refs.EAGER} and side.backends and not side.is_eager:
             text = f"the cell is {side.name}, and every attention that was seen is eager"
             raise ParityError("parity-same-backend", f"{text}: eager would be compared with itself")
-        if seen.others:
-            have = ", ".join(f"{ran} in {module}" for module, ran in list(seen.others.items())[:3])
+        wanted = {canonical(name) for name in side.backends}
+        asked = [call for call in seen.calls if not call.is_backward and call.asked is not None]
+        if others := {str(call.module): call.backend for call in asked if call.backend not in wanted}:
+            have = ", ".join(f"{ran} in {module}" for module, ran in list(others.items())[:3])
             text = f"the cell is {side.name}; have {have}"
             raise ParityError("parity-other-backend", f"{text}: each attention module has to run what the cell names")
         if any(name != refs.EAGER and is_known(name) for name in seen.backends):
@@ -239,7 +243,7 @@ class AssertParity:
             # What was not watched can still be told: other kernels round otherwise.
             text = f"the outputs of {side.name} are those of eager, bit for bit, and no other backend was seen"
             raise ParityError("parity-same-backend", f"{text}: eager would be compared with itself")
-        return (seen.note,) if side.backends else ()
+        return (UNPROVEN,) if side.backends else ()
 
     def _reference(
         self, model: Any, inputs: refs.Inputs, side: _Side, options: _Options, mask: Any | None, *, want_low: bool
@@ -473,26 +477,6 @@ def _identical(one: Mapping[str, Leaf], other: Mapping[str, Leaf]) -> bool:
     """Whether all tensors are the same, bit for bit."""
     pairs = [(leaf.tensor, other[path].tensor) for path, leaf in one.items() if path in other]
     return any(a.numel() for a, _ in pairs) and all(a.shape == b.shape and bool((a == b).all()) for a, b in pairs)
-
-
-@dataclass
-class _Seen:
-    backends: frozenset[str] = frozenset()
-    others: Mapping[str, str] = field(default_factory=dict)
-    """Module -> what it ran, where transformers was asked for that and not for what the cell names."""
-    note: str = "the witness saw no attention that it knows: which backend ran is not proven"
-
-
-@contextmanager
-def _watched(model: Any, named: frozenset[str]) -> Iterator[_Seen]:
-    """Which attention ran in the block, where the witness can tell."""
-    seen = _Seen()
-    with watch(model if refs.is_module(model) else None) as witness:
-        yield seen
-    seen.backends = frozenset(witness.backends)
-    wanted = {canonical(name) for name in named}
-    calls = [call for call in witness.calls if not call.is_backward and call.asked is not None]
-    seen.others = {str(call.module): call.backend for call in calls if call.backend not in wanted}
 
 
 def _message(found: Parity, side: _Side, options: _Options) -> str:

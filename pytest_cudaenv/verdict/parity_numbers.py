@@ -11,16 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from pytest_cudaenv.verdict.coded import CodedError
+
 SHIFT = 0.3
 """Added and taken away again to measure rounding, as in FlashAttention-3's tests."""
 
 
-class ParityError(AssertionError):
+class ParityError(CodedError, AssertionError):
     """Numbers that are wrong, or a comparison that would prove nothing. `code` is stable: `parity-empty`."""
-
-    def __init__(self, code: str, text: str) -> None:
-        super().__init__(f"[{code}] {text}")
-        self.code = code
 
 
 IS_REST = 0.5
