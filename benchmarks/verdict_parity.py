@@ -8,6 +8,7 @@ tokens; how many were refused, and the largest share of what is allowed that any
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import statistics
 import time
@@ -20,8 +21,6 @@ import torch
 from pytest_cudaenv.verdict.parity import AssertParity
 from pytest_cudaenv.verdict.parity_numbers import ParityError
 from tests.verdict.parity_models import Tiny, cell, models
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def seconds(call: Callable[[], Any], rounds: int) -> float:
@@ -36,12 +35,17 @@ def seconds(call: Callable[[], Any], rounds: int) -> float:
 
 
 def larger(tiny: Tiny) -> Tiny:
-    """The same with hidden size 512, four layers."""
+    """The same with hidden size 512, heads of 64, four layers; its queries per key stay as they are."""
     config = copy.deepcopy(tiny.config)
-    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 512, 1024, 4
-    config.head_dim = 64
-    config.num_attention_heads = config.num_key_value_heads = 8
-    return replace(tiny, name="hidden 512, 4 layers", config=config)
+    for part in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
+        if part is None or not hasattr(part, "num_attention_heads"):
+            continue
+        shared = part.num_attention_heads // getattr(part, "num_key_value_heads", part.num_attention_heads)
+        part.hidden_size, part.intermediate_size, part.num_hidden_layers = 512, 1024, 4
+        part.num_attention_heads = 8
+        if hasattr(part, "num_key_value_heads"):
+            part.num_key_value_heads, part.head_dim = 8 // shared, 64
+    return replace(tiny, name=f"{tiny.name} (hidden 512, 4 layers)", config=config)
 
 
 def parity(rounds: int = 7) -> None:
@@ -72,19 +76,44 @@ def parity(rounds: int = 7) -> None:
         print(f"parity, {tiny.name}, ratio to a forward of {1000 * bare:.1f} ms: {told}", flush=True)
 
 
-def honest(seeds: int, names: list[str]) -> None:
-    """Print the false alarms."""
+def forced(name: str) -> tuple[str, contextlib.AbstractContextManager[Any]]:
+    """A backend by name, and what forces its kernel: `sdpa:MATH`."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backend, _, kernel = name.partition(":")
+    return backend, sdpa_kernel(getattr(SDPBackend, kernel)) if kernel else contextlib.nullcontext()
+
+
+def on(device: torch.device, tiny: Tiny, seed: int, *, is_padded: bool = True) -> dict[str, Any]:
+    """What the model is called with, there."""
+    inputs = tiny.inputs(seed, padding=5 if is_padded else 0)
+    return {name: value.to(device) for name, value in inputs.items() if is_padded or name != "attention_mask"}
+
+
+def honest(seeds: int, names: list[str], backends: list[str], dtypes: list[str], device: torch.device) -> None:
+    """Print the false alarms.
+
+    On a CUDA device the models have hidden size 512: FlashAttention's kernels take no head of eight. sdpa's flash
+    kernel takes no mask, so that cells with a forced kernel go without padding.
+    """
     refused = cells = rows = 0
-    for tiny in (models()[name] for name in names):
-        for backend in ("eager", "sdpa"):
-            for dtype in DTYPES:
+    found = models()
+    for tiny in (larger(found[name]) if device.type == "cuda" else found[name] for name in names):
+        for named in backends:
+            for dtype in (getattr(torch, name) for name in dtypes):
+                backend, _ = forced(named)
+                if backend.startswith("flash") and dtype == torch.float32:
+                    continue
                 largest, at = 0.0, ""
                 for seed in range(seeds):
-                    checked = AssertParity(cell(backend, dtype))
+                    checked = AssertParity(cell(backend, dtype, device))
                     generate = 0 if tiny.has_image else 4
+                    inputs = on(device, tiny, seed, is_padded=":" not in named)
                     cells += 1
                     try:
-                        checked(tiny.build(backend, dtype, seed), **tiny.inputs(seed), backward=True, generate=generate)
+                        model = tiny.build(backend, dtype, seed).to(device)
+                        with forced(named)[1]:
+                            checked(model, **inputs, backward=True, generate=generate)
                     except ParityError as error:
                         refused += 1
                         print(str(error).splitlines()[0], flush=True)
@@ -92,11 +121,12 @@ def honest(seeds: int, names: list[str]) -> None:
                         rows += len(result.rows)
                         if result.ratio > largest:
                             largest, at = result.ratio, result.worst
-                name = str(dtype).removeprefix("torch.")
                 print(
-                    f"honest, {tiny.name} {backend} {name}: at most {largest:.2f} of what is allowed, {at}", flush=True
+                    f"honest, {tiny.name} {named} {str(dtype).removeprefix('torch.')}: "
+                    f"at most {largest:.2f} of what is allowed, {at}",
+                    flush=True,
                 )
-    print(f"honest: {refused} of {cells} refused ({seeds} seeds, {rows} rows)")
+    print(f"honest: {refused} of {cells} refused ({seeds} seeds, {rows} rows, {device})")
 
 
 def main() -> None:
@@ -104,12 +134,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=50)
     parser.add_argument("--models", nargs="*", default=list(models()), help="of the honest cells")
+    parser.add_argument("--backends", nargs="*", default=["eager", "sdpa"], help="the same; also `sdpa:MATH`")
+    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16", "float16"], help="the same")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="the same")
     parser.add_argument("--honest-only", action="store_true")
     arguments, _ = parser.parse_known_args()
     torch.set_num_threads(1)
     if not arguments.honest_only:
         parity()
-    honest(arguments.seeds, arguments.models)
+    honest(arguments.seeds, arguments.models, arguments.backends, arguments.dtypes, arguments.device)
 
 
 if __name__ == "__main__":

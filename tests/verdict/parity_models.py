@@ -90,9 +90,9 @@ def four_layers() -> Tiny:
     return Tiny("four", transformers.LlamaForCausalLM, _text(num_hidden_layers=4))
 
 
-def cell(backend: Any, dtype: Any) -> Any:
-    """A cell on the CPU."""
-    return SimpleNamespace(attn_backend=backend, dtype=dtype, device=torch.device("cpu"))
+def cell(backend: Any, dtype: Any, device: Any = torch.device("cpu")) -> Any:  # noqa: B008
+    """A cell, on the CPU if nothing else is said."""
+    return SimpleNamespace(attn_backend=backend, dtype=dtype, device=device)
 
 
 @contextlib.contextmanager
