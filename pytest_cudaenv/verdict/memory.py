@@ -129,9 +129,15 @@ class TorchAllocator:
     def held(self) -> list[Held]:
         torch: Any = sys.modules.get("torch")
         found: dict[Any, Held] = {}
+        plain = getattr(torch.Tensor, "__torch_dispatch__", None)
         for candidate in gc.get_objects():
-            with contextlib.suppress(Exception):  # proxies raise for anything
-                if isinstance(candidate, torch.Tensor) and candidate.is_cuda:
+            # By its type: a proxy's `__class__` runs code, and warns. Fake tensors and their like have no memory, and
+            # what wraps tensors (DTensor) holds others, which are found for themselves.
+            kind = type(candidate)
+            if not issubclass(kind, torch.Tensor) or getattr(kind, "__torch_dispatch__", plain) is not plain:
+                continue
+            with contextlib.suppress(Exception):
+                if candidate.is_cuda:
                     storage = candidate.untyped_storage()
                     dtype = str(candidate.dtype).removeprefix("torch.")
                     text = f"{dtype} {tuple(candidate.shape)} on {candidate.device}"

@@ -423,3 +423,20 @@ def test_a_warning_that_is_given_once_is_given_to_each_test(monkeypatch: pytest.
             logger.warning_once("fallback")
     logger.removeHandler(handler)
     assert heard == ["fallback", "fallback"]
+
+
+def test_torch_itself_may_put_cudnn_first() -> None:
+    """On Hopper it does, at the first sdpa of a process (read on an H200): no leak, and it stays."""
+    state, own, before = State(), [3, 1, 2, 0, 4], torch._C._get_sdp_priority_order()
+    start = state.read()
+    torch._C._set_sdp_priority_order(own)
+    try:
+        assert not state.leaks(state.read(), start)
+        state.set_back(start)
+        assert torch._C._get_sdp_priority_order() == own
+        torch._C._set_sdp_priority_order([0, 1, 2, 3, 4])
+        assert [leak.have for leak in state.leaks(state.read(), start)] == ["0 1 2 3 4"]
+        state.set_back(start)
+        assert torch._C._get_sdp_priority_order() == before
+    finally:
+        torch._C._set_sdp_priority_order(before)
