@@ -128,7 +128,10 @@ class MemoryObserver(Observer):
             return
         if record.get("memory") is not None:
             record["memory"] = max(record["memory"], self._meter.in_process)
-        if report.when == "call" and (over := peak_finding(self._meter.highest, self._limit)) is not None:
+        if (
+            report.when == "call"
+            and (over := peak_finding(self._meter.highest, self._limit, self._meter.before)) is not None
+        ):
             yield over
         if report.when == "teardown":
             if self._kept is not None:

@@ -28,7 +28,7 @@ ORIGINAL = "_cudaenv_original"
 class OpenCall:
     """One open call: a registry's function, or an entry point inside it. Becomes a fact when the innermost one ends."""
 
-    __slots__ = ("arguments", "asked", "backend", "function", "has_inner", "is_opaque", "module", "operators")
+    __slots__ = ("arguments", "asked", "backend", "function", "has_inner", "is_opaque", "module", "operators", "value")
 
     def __init__(
         self, backend: str, function: Any, arguments: tuple[Any, Any], module: Any = None, asked: str | None = None
@@ -44,6 +44,21 @@ class OpenCall:
         """A project's backend of which nothing but the name is known: what it calls inside is its own affair."""
         self.has_inner = False
         self.operators: list[Any] = []
+        self.value: Any = None
+        """What it returned; only while the recorder is told of it."""
+
+
+TRACED = frozenset({"FakeTensor", "FunctionalTensor"})
+"""Classes of tensors that have no numbers: torch traces with them, and what is called on them has not run."""
+
+
+def is_traced(arguments: tuple[Any, Any]) -> bool:
+    """Whether a call of attention is on tensors without numbers: fake ones, or the meta device's."""
+    args, kwargs = arguments
+    for value in (*args[:2], kwargs.get("query"), kwargs.get("q")):
+        if type(value).__name__ in TRACED or getattr(value, "is_meta", False) is True:
+            return True
+    return False
 
 
 _unseen = [0]
@@ -82,7 +97,7 @@ class Recorder(ABC):
 
     def run(self, call: OpenCall) -> Any:
         """Make the call: what it returns or raises is the function's own."""
-        if _unseen[0]:
+        if _unseen[0] or is_traced(call.arguments):
             with self.around(call):
                 return call.function(*call.arguments[0], **call.arguments[1])
         stack = self.open
@@ -98,7 +113,9 @@ class Recorder(ABC):
         if stack:
             stack[-1].has_inner = True
         if not call.has_inner:
+            call.value = value
             self.ran(call, stack)
+            call.value = None
         return value
 
     def around(self, call: OpenCall) -> Any:  # noqa: ARG002

@@ -199,6 +199,11 @@ class Meter:
         return max(self._highest, self.peak)
 
     @property
+    def before(self) -> int:
+        """Bytes that were in use when the test began, on the device that had most; fixtures' of a wider scope since."""
+        return max(self._start.values(), default=0)
+
+    @property
     def kept(self) -> int:
         """Bytes that are in use on all devices now and were not at first; cycles that nobody uses are freed."""
         if self.growth > 0:
@@ -437,11 +442,13 @@ def skipped_oom(error: BaseException | None) -> Finding | None:
     return Finding(OOM_SKIPPED, "needs its device memory to have run; have skipped when it ran out", remedy)
 
 
-def peak_finding(highest: int, limit: MemoryLimit) -> Finding | None:
-    """A test that took more than its marker says."""
+def peak_finding(highest: int, limit: MemoryLimit, before: int = 0) -> Finding | None:
+    """A test that took more than its marker says; `before` is what was in use when it began."""
     if limit.peak is None or highest <= limit.peak:
         return None
     text = f"needs a peak of at most {_size(limit.peak)} on a device; have {_size(highest)}"
+    if before:
+        text += f", {_size(before)} of it from before the test"
     return Finding(PEAK, text, "Let it use less, or write the new peak into @cuda_memory.", is_failure=True)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from pytest_cudaenv.verdict.attention_taps import unseen
 
 SWITCHES = {
     "flash": "flash_sdp_enabled",
@@ -19,6 +23,11 @@ _CAN_USE = {
     "efficient": "can_use_efficient_attention",
     "cudnn": "can_use_cudnn_attention",
 }
+
+_BACKENDS = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+
+_TITLES = {"flash": "flash", "efficient": "memory efficient", "cudnn": "cudnn"}
+"""How torch begins the title of what it says of each."""
 
 
 def switches() -> frozenset[str]:
@@ -86,14 +95,15 @@ class SdpaCall:
         return ""
 
     def _asked_of_cuda(self, kernel: str) -> str:
-        """torch's warnings about a call like it; another device's memory is not touched but for tensors as large."""
+        """What torch warns of when such a call may use no other kernel; needs memory for tensors as large."""
         import torch
         from torch.backends import cuda
+        from torch.nn.attention import SDPBackend, sdpa_kernel
 
         can_use = getattr(cuda, _CAN_USE.get(kernel, ""), None)
         if can_use is None:
             return ""
-        with torch.no_grad(), warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as told, unseen(), torch.enable_grad():
             warnings.simplefilter("always")
             try:
                 made = [
@@ -104,10 +114,29 @@ class SdpaCall:
                     )
                     for tensor in self.tensors
                 ]
-                params = cuda.SDPAParams(*made, self.dropout, self.is_causal, self.grouped)
-                if can_use(params, True):
+                if can_use(cuda.SDPAParams(*made, self.dropout, self.is_causal, self.grouped), False):
                     return "torch could have run it, and chose another first"
             except (RuntimeError, TypeError):
                 return ""
-        lines = [str(warning.message).split(" (Triggered internally", 1)[0].strip() for warning in told]
-        return "; ".join(dict.fromkeys(line for line in lines if line))
+            # The question itself can answer to stderr only; a call that fails warns in Python.
+            query, key, value, mask = made
+            grouped = {"enable_gqa": True} if self.grouped else {}
+            with contextlib.suppress(RuntimeError), sdpa_kernel(getattr(SDPBackend, _BACKENDS[kernel])):
+                torch.nn.functional.scaled_dot_product_attention(
+                    query, key, value, mask, dropout_p=self.dropout, is_causal=self.is_causal, **grouped
+                )
+        return reasons([str(warning.message) for warning in told], kernel)
+
+
+def reasons(lines: Iterable[str], kernel: str) -> str:
+    """Of what torch warns of where no kernel may run: what is said of this one. It tells each in turn, with a title."""
+    found: dict[str, None] = {}
+    is_ours = False
+    for line in lines:
+        said = line.split(" (Triggered internally", 1)[0].strip()
+        title, is_title, _ = said.lower().partition(" kernel not used because")
+        if is_title:
+            is_ours = title.startswith(_TITLES[kernel])
+        elif is_ours and said:
+            found[said] = None
+    return "; ".join(found)

@@ -136,7 +136,7 @@ class _Order(list[int]):
     OWN = ((1, 2, 0, 3, 4), (3, 1, 2, 0, 4))
     """As torch starts, and with cuDNN first (numbers of torch.nn.attention.SDPBackend)."""
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, list) and tuple(self) in self.OWN and tuple(other) in self.OWN:

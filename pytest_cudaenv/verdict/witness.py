@@ -10,13 +10,23 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import weakref
 from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from typing import Any
 
 from pytest_cudaenv.verdict.attention_facts import bound, facts_of
 from pytest_cudaenv.verdict.attention_ops import SDPA, Operator, operator_of, own_operators
-from pytest_cudaenv.verdict.attention_taps import NOTHING_KNOWN, OpenCall, Recorder, Taps, is_unseen, itself, resolved
+from pytest_cudaenv.verdict.attention_taps import (
+    NOTHING_KNOWN,
+    TRACED,
+    OpenCall,
+    Recorder,
+    Taps,
+    is_unseen,
+    itself,
+    resolved,
+)
 from pytest_cudaenv.verdict.sdpa_choice import SdpaCall
 from pytest_cudaenv.verdict.seen import Call, Module, Seen, WitnessError
 
@@ -206,6 +216,23 @@ class _Detailed(Recorder):
         facts = facts_of(backend, function, args, kwargs) if backend != NOTHING_KNOWN else {}
         told = f"{getattr(function, '__module__', '') or ''}.{getattr(function, '__qualname__', '')}".strip(".")
         self.calls.append(Call(backend, kernel, name, False, model, asked, told, facts, choice))
+        if not operators:
+            self._await_backward(call.value, Call(backend, kernel, name, True, model, asked, told))
+
+    def _await_backward(self, value: Any, backward: Call) -> None:
+        """Where no operator tells of a backward pass, autograd does: FlashAttention-4's kernels are no operators."""
+        output = value[0] if isinstance(value, tuple) and value else value
+        node = getattr(output, "grad_fn", None)
+        if node is None:
+            return
+        watched = weakref.ref(self)
+
+        def runs(_gradients: Any) -> None:
+            recorder = watched()
+            if recorder is not None and recorder.taps.is_on and not is_unseen():
+                recorder.calls.append(backward)
+
+        node.register_prehook(runs)
 
     def saw(self, name: str, operator: Operator) -> None:
         """A fused operator runs now."""
@@ -280,6 +307,8 @@ def _mode_class() -> Any:
                 name = (func.name() if hasattr(func, "name") else str(func)).partition(".")[0]
                 known = self.known[func] = (name, operator_of(name, self.own))
             name, operator = known
+            if (operator is not None or name == SDPA) and any(kind.__name__ in TRACED for kind in types):
+                return func(*args, **kwargs)
             if name == SDPA:
                 return self._sdpa(func, args, kwargs)
             if operator is not None:

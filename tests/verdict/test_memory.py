@@ -179,6 +179,9 @@ def test_findings_say_need_have_and_holder() -> None:
     assert over.is_failure
     assert over.text == "needs a peak of at most 2 MiB on a device; have 3 MiB"
     assert peak_finding(2 * MIB, MemoryLimit(peak=2 * MIB)) is None
+    with_others = peak_finding(3 * MIB, MemoryLimit(peak=2 * MIB), 1 * MIB)
+    assert with_others is not None
+    assert with_others.text.endswith("; have 3 MiB, 1 MiB of it from before the test")
     assert peak_finding(1 << 50, NO_LIMIT) is None
 
 

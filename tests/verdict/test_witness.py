@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from pytest_cudaenv.verdict.sdpa_choice import reasons
 from pytest_cudaenv.verdict.seen import WitnessError
 from pytest_cudaenv.verdict.witness import watch
 from tests.verdict import tiny_models as tiny
@@ -371,3 +373,51 @@ def test_a_wrong_kernel_name_is_a_usage_error() -> None:
         tiny.run(tiny.llama("sdpa"))
     with pytest.raises(ValueError, match="kernel='fast': choose from flash"):
         seen.assert_ran("sdpa", kernel="fast")
+
+
+def test_of_torchs_warnings_those_about_the_kernel_are_told() -> None:
+    """As torch 2.11 warns on an H200 where only flash may run, and may not."""
+    lines = [
+        "Memory efficient kernel not used because: (Triggered internally at sdp_utils.cpp:908.)",
+        "Memory Efficient attention has been runtime disabled. (Triggered internally at sdp_utils_cpp.h:552.)",
+        "Flash attention kernel not used because: (Triggered internally at sdp_utils.cpp:910.)",
+        "Expected query, key and value to all be of dtype: {Half, BFloat16}. Got Query dtype: float (Triggered inter",
+        "CuDNN attention kernel not used because: (Triggered internally at sdp_utils.cpp:912.)",
+        "cuDNN attention has been runtime disabled. (Triggered internally at sdp_utils.cpp:571.)",
+    ]
+    assert reasons(lines, "flash").startswith("Expected query, key and value to all be of dtype: {Half, BFloat16}")
+    assert reasons(lines, "cudnn") == "cuDNN attention has been runtime disabled."
+    assert reasons([], "efficient") == ""
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_a_backward_pass_that_no_operator_tells_of_is_seen(backend: str) -> None:
+    """Eager, and sdpa's math, have none; nor have FlashAttention-4's kernels."""
+    model = tiny.llama(backend)
+    with watch(model) as seen, sdpa_kernel(SDPBackend.MATH):
+        tiny.run(model, labels=tiny.IDS).loss.backward()
+    backward = [(call.backend, call.module) for call in seen.calls if call.is_backward]
+    assert sorted(backward) == [(backend, layer) for layer in tiny.LAYERS]
+    with watch(model) as seen, torch.no_grad():
+        tiny.run(model)
+    assert not [call for call in seen.calls if call.is_backward]
+
+
+def test_what_is_only_traced_has_not_run() -> None:
+    """Fake tensors and the meta device have no numbers: inductor looks at patterns of attention with the former."""
+
+    def run(q: Any) -> Any:
+        torch.ops.aten.scaled_dot_product_attention(q, q, q)
+        return F.scaled_dot_product_attention(q, q, q)
+
+    with FakeTensorMode() as fake:
+        q = torch.empty(1, 2, 8, 8)
+    with watch() as seen, fake:
+        run(q)
+    assert seen.calls == ()
+    with watch() as seen:
+        F.scaled_dot_product_attention(*[torch.empty(1, 2, 8, 8, device="meta")] * 3)
+    assert seen.calls == ()
+    with watch() as seen:
+        run(torch.empty(1, 2, 8, 8))
+    assert len(seen.calls) == 2
