@@ -210,6 +210,7 @@ class AssertParity:
         side = self._side(model, named, options.reference)
         mask, batch = refs.mask_of(named), refs.batch_of(named)
         check_masked_rows(mask)
+        inputs = refs.without_hidden_labels(inputs, named, mask)
         if mask is not None:
             batch = int(mask.shape[0])
         with watch(model if refs.is_module(model) else None) as seen:

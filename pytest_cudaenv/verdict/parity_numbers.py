@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from pytest_cudaenv.verdict.coded import CodedError
@@ -20,6 +20,9 @@ SHIFT = 0.3
 class ParityError(CodedError, AssertionError):
     """Numbers that are wrong, or a comparison that would prove nothing. `code` is stable: `parity-empty`."""
 
+
+FEW = 16
+"""Elements below which a leaf's own low error says little: a loss's is one draw, and may be nothing by chance."""
 
 IS_REST = 0.5
 """Low error as a share of the largest value from which a leaf is nothing but rounding."""
@@ -217,18 +220,21 @@ def compare(
     check_shapes(sides)
     check_masked_rows(mask)
     check_storage(candidate, reference)
-    rows: list[Row] = []
-    is_first = True
-    for path, leaf in candidate.items():
+    found: dict[str, list[Row]] = {}
+    shares: list[float] = []
+    first = next((path for path, leaf in candidate.items() if leaf.tensor.numel() > 1), None)
+    # Those of few elements last: what the others say of rounding is said of them as well.
+    for path, leaf in sorted(candidate.items(), key=lambda pair: pair[1].tensor.numel() < FEW):
         positions = kept(leaf.tensor, leaf, mask, batch)
         tensors = {name: side[path].tensor.detach() for name, side in sides.items()}
         device = leaf.tensor.device
         values = {name: tensor.to(device=device).double() for name, tensor in tensors.items()}
         _check_values(path, values, positions)
-        if is_first and leaf.tensor.numel() > 1:
-            is_first = False
+        if path == first:
             _check_constant(path, values, positions)
-        rows += _rows(path, values, rule, positions, batch)
+        typical = max(rule.typical, upper_quartile(shares)) if leaf.tensor.numel() < FEW else rule.typical
+        found[path] = _rows(path, values, replace(rule, typical=typical), positions, batch, shares)
+    rows = [row for path in candidate for row in found[path]]
     if not any(row.count for row in rows):
         raise ParityError(
             "parity-empty", f"nothing was compared: {_told(candidate)}. Compare outputs that have elements"
@@ -318,7 +324,10 @@ def _check_constant(path: str, values: Mapping[str, Any], positions: Any | None)
             raise ParityError("parity-constant", text)
 
 
-def _rows(path: str, values: Mapping[str, Any], rule: Rule, positions: Any | None, batch: int | None) -> list[Row]:
+def _rows(
+    path: str, values: Mapping[str, Any], rule: Rule, positions: Any | None, batch: int | None, shares_seen: list[float]
+) -> list[Row]:
+    """A leaf's rows. Adds to `shares_seen` what each row's low error is as a share of its largest value."""
     candidate, reference, low = values["candidate"], values["reference"], values.get("low reference")
     by_row = batch is not None and candidate.dim() > 0 and candidate.shape[0] == batch
     shape = tuple(candidate.shape)
@@ -341,6 +350,8 @@ def _rows(path: str, values: Mapping[str, Any], rule: Rule, positions: Any | Non
             low_errors = [_largest(row) for row in lows]
             rest = _unit(rule.dtype) * rule.scale
             largest = [_largest(row) for row in wanted]
+            seen = zip(low_errors, largest, strict=True)
+            shares_seen += [error / size for error, size in seen if 0 < error < IS_REST * size]
             are_rests = [error >= IS_REST * size for error, size in zip(low_errors, largest, strict=True)]
             floors = [noise + rest * is_rest for noise, is_rest in zip(floors, are_rests, strict=True)]
             if not rule.scale:

@@ -307,6 +307,26 @@ def mask_of(named: Mapping[str, Any]) -> Any | None:
     return mask if hasattr(mask, "dim") and mask.dim() == 2 else None
 
 
+IGNORED = -100
+"""The label that torch's losses leave out."""
+
+
+def without_hidden_labels(inputs: Inputs, named: Mapping[str, Any], mask: Any | None) -> Inputs:
+    """The inputs with the labels left out that are predicted at, or are, positions which the mask hides.
+
+    Backends compute something else there, each its own, and a loss adds it up. A causal model predicts the first
+    visible token of a row that is padded on the left at a hidden position.
+    """
+    labels: Any = named.get("labels")
+    if mask is None or "labels" not in inputs.kwargs or not hasattr(labels, "masked_fill"):
+        return inputs
+    if labels.is_floating_point() or tuple(labels.shape) != tuple(mask.shape):
+        return inputs
+    hidden = (mask == 0).to(labels.device)
+    hidden[:, 1:] |= hidden[:, :-1].clone()
+    return Inputs(inputs.args, {**inputs.kwargs, "labels": labels.masked_fill(hidden, IGNORED)})
+
+
 @dataclass(frozen=True)
 class Run:
     """What one call gave."""

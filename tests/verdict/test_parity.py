@@ -409,3 +409,18 @@ def test_a_slip_is_no_input(slip: str, meant: str) -> None:
     """transformers' models take any keyword, and say nothing."""
     with pytest.raises(TypeError, match=f"did you mean {meant}"):
         AssertParity(cell("sdpa", torch.float32))(LLAMA.build("sdpa", torch.float32), **LLAMA.inputs(), **{slip: True})
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_labels_of_hidden_positions_are_not_counted(backend: str, padding: str) -> None:
+    """As suites give them: `labels=input_ids`, padding included. There each backend computes something of its own."""
+    tiny = models()["gqa"]
+    inputs = tiny.inputs()
+    if padding == "right":
+        inputs["attention_mask"] = inputs["attention_mask"].flip(1)
+    inputs["labels"] = inputs["input_ids"].clone()
+    given = inputs["labels"].clone()
+    found = AssertParity(cell(backend, torch.float32))(tiny.build(backend, torch.float32), **inputs, backward=True)
+    assert "loss" in {row.path for row in found.rows}
+    assert torch.equal(inputs["labels"], given), "the test's own labels are as they were"

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from pytest_cudaenv.verdict import parity_numbers as numbers  # noqa: E402
-from pytest_cudaenv.verdict.parity_numbers import Leaf, ParityError, Rule, compare, floor, limits, unravel  # noqa: E402
+from pytest_cudaenv.verdict.parity_numbers import (  # noqa: E402
+    Leaf,
+    ParityError,
+    Rule,
+    compare,
+    floor,
+    leaves,
+    limits,
+    unravel,
+    worst,
+)
 
 SETTINGS = settings(deadline=None, database=None, max_examples=60)
 
@@ -168,3 +178,19 @@ def test_a_table_is_judged_element_by_element() -> None:
     (row,) = compare({"x": Leaf(candidate)}, {"x": Leaf(reference)}, None, rule, batch=1)
     assert row.index == (0, 0)
     assert row.ratio == pytest.approx(50, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("low_error", "error", "is_right"), [(0.0, 3e-6, True), (0.0, 3e-4, False), (1e-3, 1e-3, True)]
+)
+def test_a_number_whose_low_error_is_nothing_by_chance(low_error: float, error: float, is_right: bool) -> None:
+    """A loss is one draw: its own low error may be nothing, though rounding is as everywhere in the output."""
+    logits = torch.linspace(-1, 1, 64, dtype=torch.float64).reshape(4, 16)
+    loss = torch.tensor(4.8, dtype=torch.float64)
+    noise = 1e-6 * torch.linspace(1, -1, 64, dtype=torch.float64).reshape(4, 16)
+    reference = leaves({"loss": loss, "logits": logits})
+    low = leaves({"loss": loss + low_error, "logits": logits + noise})
+    candidate = leaves({"loss": loss + error, "logits": logits - noise})
+    rows = compare(candidate, reference, low, Rule(torch.float32), batch=4)
+    assert [row.path for row in rows] == ["loss"] + ["logits"] * 4
+    assert (worst(rows).ratio <= 1) is is_right
