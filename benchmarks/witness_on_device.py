@@ -18,8 +18,8 @@ KERNELS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")
 TELLING = ("attention", "attn", "flash", "fmha", "sdpa", "softmax", "flex", "cudnn")
 
 
-def llama(backend: str) -> Any:
-    """Two layers in bfloat16, GQA."""
+def llama(backend: str, kv_heads: int = 2) -> Any:
+    """Two layers in bfloat16."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -28,7 +28,7 @@ def llama(backend: str) -> Any:
         intermediate_size=512,
         num_hidden_layers=2,
         num_attention_heads=8,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         vocab_size=128,
     )
     return LlamaForCausalLM._from_config(config, attn_implementation=backend, dtype=torch.bfloat16).cuda()
@@ -108,24 +108,37 @@ def look(backend: str, *, force: contextlib.AbstractContextManager[Any] | None =
     """All that a backend shows."""
     import torch
 
-    model = llama(backend)
-    ids = torch.arange(128, device="cuda").reshape(2, 64)
+    # torch 2.11's memory-efficient kernel does not share keys.
+    model = llama(backend, kv_heads=2 if force is None else 8)
+    ids = torch.arange(320, device="cuda").reshape(2, 160) % 128
 
     def forward() -> None:
         with torch.no_grad():
             model(ids, use_cache=False)
 
+    is_trained = True
+
     def step() -> None:
-        model(ids, labels=ids, use_cache=False).loss.backward()
+        loss = model(ids, labels=ids, use_cache=False).loss
+        if is_trained:
+            loss.backward()
 
     with force or contextlib.nullcontext():
-        step()
+        try:
+            step()
+        except RuntimeError as error:
+            if "does not support backward" not in str(error):
+                raise
+            is_trained = False
         compiled = torch.compile(model)
 
         def run_compiled() -> None:
-            compiled(ids, labels=ids, use_cache=False).loss.backward()
+            loss = compiled(ids, labels=ids, use_cache=False).loss
+            if is_trained:
+                loss.backward()
 
         return {
+            "has backward": is_trained,
             "dispatched": shown(lambda: dispatched(step)),
             "kernels": shown(lambda: kernels(step)),
             "witnessed": shown(lambda: witnessed(step)),
