@@ -61,6 +61,18 @@ KINDS: dict[str, Kind] = {
         "stale quarantine", "An entry's tests pass everywhere, or it matches no test", True, False
     ),
     "quarantined": Kind("in quarantine", "What is wrong with it is excused by an entry of the quarantine", False, True),
+    "unwitnessed": Kind(
+        "passed without its backend seen",
+        "It passed, and the attention that its cell names is not what was seen to run",
+        False,
+        True,
+    ),
+    "finding": Kind(
+        "with a finding",
+        "It did not fail, and left torch's state changed, kept memory, or was skipped when memory ran out",
+        False,
+        True,
+    ),
     "unmarked": Kind("used CUDA undeclared", "It used CUDA, declares no device, and had no lease", False, True),
     "flaky": Kind("passed on a rerun only", "It passed after a failure on the same kind of device", False, True),
     "one-runner": Kind(
@@ -350,6 +362,7 @@ def _count(tests: Mapping[str, Judged], runners: Mapping[str, Runner]) -> None:
 def _of_test(judged: Judged, runners: int) -> Iterator[tuple[str, str]]:
     """(kind, text) of what is wrong with one test."""
     failures, breaches = [], []
+    noted: dict[str, dict[str, None]] = {}
     on_device = on_cpu = unmarked = flaky = False
     takes_device = judged.takes_device
     all_idle = True
@@ -360,6 +373,10 @@ def _of_test(judged: Judged, runners: int) -> Iterator[tuple[str, str]]:
                 f"{result.kind} of {runner}" if result.kind and result.kind.casefold() != runner.casefold() else runner
             )
             failures.append(f"on {where}: {result.message or result.why}")
+        if result.findings and not result.is_failure:
+            for told in result.findings:
+                kind = "unwitnessed" if told.startswith("[witness-") else "finding"
+                noted.setdefault(kind, {})[told] = None
         if result.kind is None:
             if result.breach is not None:
                 breaches.append(f"on {runner}: {result.breach}; {result.why}")
@@ -380,6 +397,8 @@ def _of_test(judged: Judged, runners: int) -> Iterator[tuple[str, str]]:
         yield "cpu-only", " | ".join(judged.reasons)
     elif takes_device and on_device and all_idle:
         yield "idle", "passed without using CUDA"
+    for kind, texts in noted.items():
+        yield kind, "; ".join(texts)
     if unmarked:
         yield "unmarked", ""
     if flaky:

@@ -59,6 +59,7 @@ def _run_data(run: Run) -> dict[str, Any]:
 def _result_data(result: Result, reasons: _Table, needs: _Table) -> dict[str, Any]:
     (
         outcome, kind, cell, need, _, told, skip, breach, message, seconds, memory, parity, attempts, idle, unmarked,
+        findings,
     ) = result  # fmt: skip
     data: dict[str, Any] = {"outcome": outcome}
     if kind is not None:
@@ -82,6 +83,8 @@ def _result_data(result: Result, reasons: _Table, needs: _Table) -> dict[str, An
         data["idle"] = True
     if unmarked:
         data["unmarked"] = True
+    if findings:
+        data["findings"] = list(findings)
     return data
 
 
@@ -145,4 +148,5 @@ def _result(
         get("attempts", 1),
         get("idle", False),
         get("unmarked", False),
+        tuple(texts.setdefault(text, text) for text in get("findings", ())),
     )

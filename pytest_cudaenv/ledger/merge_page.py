@@ -237,13 +237,17 @@ class _Sides:
                 columns["ms"][n] = str(round(result.seconds * 1000))
             if result.memory is not None:
                 columns["mib"][n] = str(round(result.memory / 1024**2))
-        if result.attempts > 1 or result.idle or result.unmarked or result.parity or result.breach or result.message:
+        if (
+            result.attempts > 1 or result.idle or result.unmarked or result.parity or result.breach or result.message
+            or result.findings
+        ):  # fmt: skip
             more = {
                 "attempts": result.attempts if result.attempts > 1 else None,
                 "idle": result.idle or None,
                 "unmarked": result.unmarked or None,
                 "parity": result.parity,
                 "breach": None if result.breach is None else self.texts(result.breach),
+                "findings": [self.texts(told) for told in result.findings] or None,
                 "message": None if result.message is None else self.texts(result.message),
             }
             columns["more"][str(n)] = {name: value for name, value in more.items() if value is not None}

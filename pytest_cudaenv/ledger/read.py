@@ -225,6 +225,7 @@ class _Ledger:
             int(get("attempts") or 1),
             get("idle") is True,
             unmarked,
+            self._findings(entry["findings"]) if "findings" in entry else (),
         )
 
     def _needs_of(self, number: int | None, cell: str | None) -> tuple[str | None, str | None, bool]:
@@ -241,6 +242,10 @@ class _Ledger:
         if not takes and not unmarked:
             return CPU
         return self.kinds[0] if len(self.kinds) == 1 else UNKNOWN_KIND
+
+    def _findings(self, told: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+        lines = (self._shared(f"[{_text(one['code'])}] {_text(one['text'])}") for one in told)
+        return tuple(dict.fromkeys(line for line in lines if line is not None))
 
     def _shared(self, value: Any) -> str | None:
         """A text, as the one object of all tests that have the same; None for none."""

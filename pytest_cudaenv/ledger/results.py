@@ -55,6 +55,8 @@ class Result(NamedTuple):
     attempts: int = 1
     idle: bool = False
     unmarked: bool = False
+    findings: tuple[str, ...] = ()
+    """What is wrong with it, even if it passed: `[state-leak] needs …`."""
 
     @property
     def is_failure(self) -> bool:

@@ -155,6 +155,13 @@ def test_lines(draw: st.DrawFn, numbers: int) -> Line:
                 "idle": st.booleans(),
                 "breach": texts,
                 "unmarked": st.booleans(),
+                "findings": st.lists(
+                    st.fixed_dictionaries(
+                        {"code": st.sampled_from(["state-leak", "witness-unseen"]), "text": texts},
+                        optional={"remedy": texts},
+                    ),
+                    max_size=2,
+                ),
                 "message": texts,
                 "parity": st.fixed_dictionaries({}, optional={"ratio": st.floats(0, 2)}),
             },

@@ -143,6 +143,21 @@ def test_used_cuda_undeclared() -> None:
     assert list(verdict.tests[T].kinds) == ["NVIDIA H200"]
 
 
+def test_what_a_pass_left_or_did_not_prove() -> None:
+    seen, left = {"code": "witness-unseen", "text": "needs sdpa"}, {"code": "state-leak", "text": "needs it back"}
+    verdict = judged(Book(H200).test(T, findings=[left, seen, left]), Book(CPU).test(T, findings=[left]))
+    assert found(verdict) == ("unwitnessed", "finding")
+    assert [one.text for kind in found(verdict) for one in verdict.findings[kind]] == [
+        "[witness-unseen] needs sdpa",
+        "[state-leak] needs it back",
+    ]
+    assert not verdict.red
+    assert judged(Book(H200).test(T, findings=[seen]), forbid=["unwitnessed"]).red == ("unwitnessed",)
+    assert found(judged(Book(H200).test(T, "failed", findings=[seen]))) == ("failed",)
+    hidden = {"code": "oom-skipped", "text": "needs its device memory to have run"}
+    assert found(judged(Book(H200).test(T, "skipped", findings=[hidden]))) == ("never-ran", "finding")
+
+
 # Runs and runners ----------------------------------------------------------------------------------------------
 
 

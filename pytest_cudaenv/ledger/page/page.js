@@ -61,6 +61,7 @@
   };
   const SYMBOLS = {
     failed: "✗", breach: "!", "never-ran": "○", "cpu-only": "◐", idle: "z", lost: "↓", quarantined: "⊘", unmarked: "?",
+    unwitnessed: "¿", finding: "*",
     flaky: "↻", "one-runner": "1", "drift-time": "↑", "drift-memory": "↑", "drift-parity": "↑",
   };
   const testFindings = data.findings.map((finding, bit) => ({ ...finding, bit: 1 << bit })).filter((f) => f.ofTests);
@@ -390,6 +391,7 @@
         ["parity", extra.parity !== undefined ? `${extra.parity.toFixed(2)} of what is allowed` : ""],
         ["idle", extra.idle ? "it was granted a device and did not use it" : ""],
         ["undeclared", extra.unmarked ? "it used CUDA and declares no device" : ""],
+        ...(extra.findings || []).map((told) => ["found", data.texts[told]]),
         ["promised", extra.breach !== undefined ? data.texts[extra.breach] : ""],
         ["message", extra.message !== undefined ? data.texts[extra.message] : ""],
         ...whys.flatMap(([code, text, remedy]) => [["not run", code ? `[${code}] ${text}` : text], ["remedy", remedy]]),
