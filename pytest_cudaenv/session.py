@@ -145,7 +145,8 @@ class CudaSession:
         if not any_given(self.config):
             return None
         settings = self.settings
-        if not (settings.adopt or settings.ledger or self.has_promises or self.config.getini(ADOPT_MARKERS)):
+        is_wanted = settings.adopt or settings.ledger or self.has_promises or self.allows_no_skip
+        if not (is_wanted or self.config.getini(ADOPT_MARKERS)):
             return None
         from pytest_cudaenv.adoption import Adoption
 
@@ -351,6 +352,11 @@ class CudaSession:
         """Whether the run's runner promises anything."""
         return bool(self.settings.require or self.settings.runner)
 
+    @property
+    def allows_no_skip(self) -> bool:
+        """Whether no test may be skipped for what this host lacks."""
+        return self.settings.unmet == "fail"
+
     def breach(self, reasons: Sequence[Reason]) -> Promise | None:
         """The promise of the runner that a skip for these reasons breaks."""
         if not self.has_promises:
@@ -359,8 +365,12 @@ class CudaSession:
 
     def denied(self, claims: Sequence[Requirement]) -> str | None:
         """The promises that a skip of the suite's own denies, whose every claim is about something promised."""
+        from pytest_cudaenv.requirements.requirement import Requirement
+
         if not claims:
             return None
+        if self.allows_no_skip and any(claim != Requirement() for claim in claims):
+            return NO_SKIP
         denied = [self.contract.denied(claim, lambda need: self.unmet(need, trying=True)) for claim in claims]
         told = [text for text in denied if text is not None]
         return " and ".join(dict.fromkeys(told)) if len(told) == len(denied) else None
@@ -493,7 +503,9 @@ class CudaSession:
         if not any_given(self.config):
             return False
         settings = self.settings
-        return bool(settings.ledger or settings.require or settings.runner or settings.min_ran is not None)
+        if settings.ledger or settings.require or settings.runner or self.allows_no_skip:
+            return True
+        return settings.min_ran is not None
 
     @cached_property
     def poison(self) -> Poison:
@@ -600,7 +612,8 @@ class CudaSession:
         else:
             text = text_of_skip(report)
             record["reasons"] = as_data(self.adoption.why(item, text))
-            promise = self.denied(self.adoption.claims(item, text)) if self.has_promises else None
+            is_judged = self.has_promises or self.allows_no_skip
+            promise = self.denied(self.adoption.claims(item, text)) if is_judged else None
             if promise is not None:
                 record["breach"] = promise
                 fail(report, promised_and_skipped(promise, text, record["reasons"]))
@@ -618,7 +631,7 @@ class CudaSession:
         text = text_of_skip(report)
         reasons = as_data(skip_reasons(text, self.unmet))
         record = {"cell": None, "ran_on": None, "reasons": reasons, "skip": text}
-        if self.has_promises:
+        if self.has_promises or self.allows_no_skip:
             from pytest_cudaenv.ledger.claims import claimed
 
             if (claim := claimed(text)) is not None and (promise := self.denied([claim])) is not None:
@@ -706,10 +719,17 @@ def as_data(reasons: Sequence[Reason]) -> list[dict[str, Any]]:
     return [{"code": r.code, "need": r.need, "have": r.have, "remedy": r.remedy, "rank": int(r.rank)} for r in reasons]
 
 
+NO_SKIP = "--cuda-unmet=fail"
+"""Stands for a promise: that nothing is skipped for what the host lacks."""
+
+
 def promised_and_skipped(promise: str, text: str, reasons: Sequence[Mapping[str, Any]]) -> str:
     """The failure of a test, or of a module, that skipped itself for something promised; on one line, and a remedy."""
     from pytest_cudaenv.ledger.contract import CODE
 
     why = " | ".join(f"[{r['code']}] {r['need']}; have {r['have']}" for r in reasons)
+    if promise == NO_SKIP:
+        remedy = "Run it where what it needs is there, or leave it out with -m or -k."
+        return f'[{CODE}] {NO_SKIP} allows no skip for what is lacking, and the suite skips: "{text}": {why}\n{remedy}'
     remedy = "Mend what the suite asks, declare the need with a marker of this plugin, or promise less."
     return f'[{CODE}] {promise} is promised, and the suite skips: "{text}": {why}\n{remedy}'

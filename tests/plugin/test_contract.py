@@ -165,6 +165,34 @@ def test_a_suites_own_skip_of_what_was_promised_is_a_failure(pytester: pytest.Py
         )
 
 
+def test_unmet_fail_allows_the_suite_no_skip_for_what_is_lacking_either(pytester: pytest.Pytester) -> None:
+    """Whether the host lacks it or not: of the others nothing is known that a host could lack."""
+    pytester.makepyfile(test_it=OWN)
+    unclear = "too slow on 2 GPUs", "test is slow", "requires 2 GPUs or XPU", "not supported on GPU", "no GPU needed"
+    for more in ((), ("-n", "2")):
+        result = run(pytester, "--cuda-unmet", "fail", "--cuda-ledger", "ledger.json", *more)
+        lines = [json.loads(line) for line in (pytester.path / "ledger.json").read_text().splitlines()]
+        tests = {line["id"].rpartition("::")[2]: line for line in lines if line["kind"] == "test"}
+        failed = {name for name, line in tests.items() if line["outcome"] in {"failed", "error"}}
+        lacking = {f"test_other[{why}]" for why in ("needs 4 GPUs", "requires peft")}
+        assert DENIED | lacking <= failed
+        assert {tests[name]["breach"] for name in failed} == {"--cuda-unmet=fail"}
+        assert not failed & {f"test_other[{why}]" for why in unclear}
+        assert tests["test_ran"]["outcome"] == "passed"
+        result.stdout.fnmatch_lines(
+            ['[[]contract[]] --cuda-unmet=fail allows no skip for what is lacking, and *: "needs 4 GPUs"*']
+        )
+
+
+def test_unmet_fail_and_a_module_that_skips_itself(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        test_it="def test_ran(): pass", test_gone="import pytest\npytest.importorskip('no_such_module')\n"
+    )
+    result = run(pytester, "--cuda-unmet", "fail")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["[[]contract[]] *have 1 module that skipped for it: test_gone.py"])
+
+
 def test_a_run_whose_tests_all_denied_a_promise_ran_none(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_it="import pytest\ndef test_body(): pytest.skip('needs 2 GPUs')\n")
     pytester.makeconftest("def pytest_sessionfinish(session): session.exitstatus = 0\n")
