@@ -108,9 +108,9 @@ def main() -> None:
     for name, form in forms(model, forward).items():
         alone, with_it = pairs(forward, form)
         ratio = statistics.median(one / other for one, other in zip(with_it, alone, strict=True))
-        base, adds = (statistics.median(seconds) * 1e3 for seconds in (alone, with_it))
-        told = f"{adds - base:.1f} ms more than a forward of {base:.1f} ms, ratio {ratio:.2f}"
-        print(f"{name} on {device.type}: {told}", flush=True)
+        adds = statistics.median(one - other for one, other in zip(with_it, alone, strict=True)) * 1e3
+        base = statistics.median(alone) * 1e3
+        print(f"{name} on {device.type}: {ratio:.2f} of a forward of {base:.1f} ms, {adds:.1f} ms more", flush=True)
 
 
 if __name__ == "__main__":
