@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_cudaenv.verdict.kernel_errors import HubKernelError, KernelFaultError
-from pytest_cudaenv.verdict.parity_numbers import Leaf, ParityError, Row, Rule, compare, leaves, typical_error, worst
+from pytest_cudaenv.verdict.parity_numbers import (
+    FEW,
+    Leaf,
+    ParityError,
+    Row,
+    Rule,
+    compare,
+    leaves,
+    typical_error,
+    worst,
+)
 from pytest_cudaenv.verdict.parity_reference import Inputs, call, dtype_of, higher
 
 GRADIENTS = 1.5
@@ -129,10 +139,15 @@ def judge(candidate: Run, reference: Run, baseline: Run, k: float, what: str = "
     for part, factor in (("outputs", k), ("gradients", GRADIENTS * k)):
         mine, theirs, base = (getattr(run, part) for run in (candidate, reference, baseline))
         _check_alike(mine, base, what)
-        for dtype in dict.fromkeys(leaf.tensor.dtype for leaf in mine.values()):
-            names = [name for name, leaf in mine.items() if leaf.tensor.dtype == dtype]
+        # A float32 loss is one number of another dtype than all that tells how this model rounds.
+        usual = typical_error({n: x for n, x in theirs.items() if x.tensor.numel() >= FEW}, base)
+        kinds = {
+            name: (leaf.tensor.dtype, part == "outputs" and leaf.tensor.numel() < FEW) for name, leaf in mine.items()
+        }
+        for dtype, is_few in dict.fromkeys(kinds.values()):
+            names = [name for name, kind in kinds.items() if kind == (dtype, is_few)]
             found = [{name: side[name] for name in names} for side in (mine, theirs, base)]
-            rows += _rows(found, part, dtype, factor, what)
+            rows += _rows(found, part, dtype, factor, usual if is_few else 0.0, what)
     exact = sum(value.numel() for value in candidate.whole.values())
     if not rows and not exact:
         raise HubKernelError("kernels-compare", "run(model) returned empty tensors: there is nothing to compare")
@@ -150,9 +165,9 @@ def judge(candidate: Run, reference: Run, baseline: Run, k: float, what: str = "
     return {"ratio": row.ratio, **told, "checked": checked}
 
 
-def _rows(sides: Sequence[Mapping[str, Leaf]], part: str, dtype: Any, k: float, what: str) -> list[Row]:
+def _rows(sides: Sequence[Mapping[str, Leaf]], part: str, dtype: Any, k: float, usual: float, what: str) -> list[Row]:
     mine, theirs, base = sides
-    rule, batch = Rule(dtype, k), None
+    rule, batch = Rule(dtype, k, typical=usual), None
     if part == "gradients":
         largest = max((float(leaf.tensor.abs().max()) for leaf in theirs.values() if leaf.tensor.numel()), default=0.0)
         rule = Rule(dtype, k, typical=typical_error(theirs, base), scale=largest)

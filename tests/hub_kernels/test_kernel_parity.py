@@ -106,6 +106,22 @@ def test_gradients_are_those_of_a_loss_that_comes_first() -> None:
         judged(run, lambda model: run(model, 1.5), backward=True)
 
 
+def test_a_loss_in_float32_is_held_to_how_the_rest_rounds() -> None:
+    """Its own low error is one draw, and may be next to nothing; measured of a float16 Llama."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randn(2, 8, 16, generator=generator)
+
+    def ran(loss: float) -> parity.Run:
+        outputs = {"loss": parity.Leaf(torch.tensor(loss)), "logits": parity.Leaf(y.half())}
+        return parity.Run(outputs, {}, frozenset(), {})
+
+    exact = {"loss": parity.Leaf(torch.tensor(4.85)), "logits": parity.Leaf(y)}
+    reference = parity.Run(exact, {}, frozenset(), {})
+    assert parity.judge(ran(4.85 + 1.53e-5), reference, ran(4.85 + 1.91e-6), 2.0)["ratio"] < 1
+    with pytest.raises(KernelFaultError, match=r"kernels-parity\] loss"):
+        parity.judge(ran(4.9), reference, ran(4.85 + 1.91e-6), 2.0)
+
+
 def test_a_first_output_without_a_gradient_loses_all() -> None:
     def run(model: Any) -> Any:
         return model(x(model))
