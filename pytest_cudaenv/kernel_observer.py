@@ -35,10 +35,13 @@ class KernelObserver(Observer):
             told = (HUB_KERNELS, json.dumps(data, separators=(",", ":")))
             item.user_properties.append(told)
             report.user_properties.append(told)
-        if report.outcome == "failed" or open_ends:
-            for one in engine.reports:
-                compat.add_section(report, f"Hub kernels {one.kernels}", one.table())
         return [Finding(e.code, _text(e), "See docs/hub_kernels.md.", is_failure=True) for e in open_ends]
+
+    def explain(self, item: pytest.Item, report: pytest.TestReport) -> None:
+        engine = item.stash.get(ENGINE, None)
+        if engine is not None and report.when == "call":
+            for one in engine.reports:
+                compat.add_section(report, one.title, one.table())
 
 
 def _text(error: Exception) -> str:

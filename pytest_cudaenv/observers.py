@@ -46,6 +46,9 @@ class Observer(ABC):
         The teardown's comes after `end`.
         """
 
+    def explain(self, item: pytest.Item, report: pytest.TestReport) -> None:  # noqa: B027
+        """A phase has failed, maybe by what was noted: what is to be shown below the failure."""
+
     def end(self, item: pytest.Item) -> None:  # noqa: B027
         """The test's own fixtures are gone."""
 
@@ -93,10 +96,12 @@ class Observers:
         found = [f for observer in self.observers for f in observer.note(item, report, record, call)]
         if report.when == "teardown":
             self._watched = None
-        if not found:
-            return
-        record["findings"] = [finding.as_data() for finding in found]
+        if found:
+            record["findings"] = [finding.as_data() for finding in found]
         fatal = [finding for finding in found if finding.is_failure or self.strict]
         if fatal and compat.has_passed(report):
             told = (f"{finding}{'' if finding.is_failure else ' (--cuda-strict)'}" for finding in fatal)
             compat.fail(report, "\n".join(told))
+        if report.outcome == "failed":
+            for observer in self.observers:
+                observer.explain(item, report)

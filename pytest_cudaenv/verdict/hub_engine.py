@@ -90,6 +90,7 @@ class HubKernels:
         self._at_hand = frozenset(at_hand)
         """Repositories that are in the cache, and load without asking the Hub."""
         self._software = software
+        self._is_usable = False
         self._state: KernelState | None = None
         self._live: list[LiveReport] = []
         self._overrides: dict[str, Path] = {}
@@ -151,8 +152,9 @@ class HubKernels:
         """Refuse where `kernels` and transformers would replace nothing, silently."""
         if self.kernels == "off":
             return
-        if reasons := pair_reasons(self._software()):
+        if not self._is_usable and (reasons := pair_reasons(self._software())):
             self._refuse(reasons)
+        self._is_usable = True
         self._check_imported()
 
     def _check_imported(self) -> None:
@@ -405,8 +407,11 @@ class HubKernels:
             raise HubKernelError("kernels-off", "watch() watches kernels, and this is the state kernels-off")
         self._check_pair()
         _ = self.state
+        from transformers import modeling_flash_attention_utils as flash
         from transformers.integrations import hub_kernels
 
+        # What an earlier test has loaded, transformers would go on using without asking for it again.
+        flash._loaded_implementation = None
         allow = {*self._allow, *([allow_fallback] if isinstance(allow_fallback, str) else allow_fallback)}
         tracker = Tracker(self.state, self._refuse_worst, allow=allow, wanted=None)
         original = hub_kernels._kernels_kernelize
@@ -426,9 +431,11 @@ class HubKernels:
         def end() -> None:
             tracker.end()
             attention.end()
+            flash._loaded_implementation = None
             hub_kernels._kernels_kernelize = original
 
         report = self._begin(LiveReport(rows, end))
+        report.is_watched = True
         report.modes = tracker.history
         report.check = lambda: _check_watched(report)
         return report
@@ -605,9 +612,10 @@ def _follow_mode(model: Any, replace: Callable[[], None]) -> None:
 
 def _check_origin(report: KernelReport) -> None:
     """Refuse a kernel whose code does not lie where its repository is: another build with the same id runs."""
+    resolved = functools.cache(lambda path: Path(path).resolve())
     for row in report.replaced:
-        folder = Path(row.repository) if row.repository and os.path.isabs(row.repository) else None
-        if folder is not None and row.file and not Path(row.file).resolve().is_relative_to(folder.resolve()):
+        folder = row.repository if row.repository and os.path.isabs(row.repository) else None
+        if folder is not None and row.file and not resolved(row.file).is_relative_to(resolved(folder)):
             raise KernelFaultError("kernels-other-code", f"{row.name} was to run {folder}, and runs {row.file}")
 
 

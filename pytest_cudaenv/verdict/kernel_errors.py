@@ -80,6 +80,18 @@ def _variants(text: str) -> str:
     return "; ".join(lines) or "no build variant"
 
 
+_ONLINE = 'While online, load it once with revision="v<version>", or name it in LOCAL_KERNELS.'
+
+
+def _absent(text: str) -> str:
+    """Which kernel is not in the cache, `org/name@v1`, where the error says."""
+    if (version := re.search(r"Version (\d+) of '([^']+)'", text)) is not None:
+        return f"offline, {version[2]}@v{version[1]} not cached"
+    if (snapshot := re.search(r"local snapshot for (\S+) \(revision: ([^)]+)\)", text)) is not None:
+        return f"offline, {snapshot[1]}@{snapshot[2]} not cached"
+    return "offline, not cached"
+
+
 _S, _E, _F = Outcome.SKIP, Outcome.ERROR, Outcome.FAIL
 
 _RULES = (
@@ -88,14 +100,11 @@ _RULES = (
     _Rule(("FileNotFoundError",), r"Cannot find a build variant for this system",
           "kernels-no-build", _E, "Name a folder that holds a build, as build/torch-universal."),
     _Rule(("FileNotFoundError",), r"Cannot find a local snapshot",
-          "kernels-offline", _S, 'While online, load it once with revision="v<version>", or name it in LOCAL_KERNELS.',
-          lambda _: "offline, not cached"),
+          "kernels-offline", _S, _ONLINE, _absent),
     _Rule(("ValueError",), r"is not available in the local cache",
-          "kernels-offline", _S, 'While online, load it once with revision="v<version>", or name it in LOCAL_KERNELS.',
-          lambda _: "offline, not cached"),
+          "kernels-offline", _S, _ONLINE, _absent),
     _Rule(("LocalEntryNotFoundError",), r"cached snapshot",
-          "kernels-offline", _S, 'While online, load it once with revision="v<version>", or name it in LOCAL_KERNELS.',
-          lambda _: "offline, not cached"),
+          "kernels-offline", _S, _ONLINE, _absent),
     _Rule(("ValueError",), r"could not verify publisher trust status",
           "kernels-unreachable", _S, "Let this host reach the Hub, or set HF_HUB_OFFLINE=1 and warm the cache."),
     _Rule(("ConnectError", "ConnectTimeout", "ReadTimeout", "OfflineModeIsEnabled", "LocalEntryNotFoundError",
@@ -171,6 +180,8 @@ def diagnose(error: BaseException) -> Diagnosis:
         for rule in _RULES:
             text = _text(one)
             if (not rule.classes or names & set(rule.classes)) and re.search(rule.pattern, text, re.DOTALL):
+                if rule.show is _absent:  # the error that this one wraps, or that wraps it, may name the kernel
+                    text = "\n".join(map(_text, _chain(error)))
                 shown = rule.show(text) if rule.show is not None else _first(text)
                 # A skip's line has room for the names of the variants; why each was refused goes with the remedy.
                 have = re.sub(r": [^;]*", "", shown) if rule.show is _variants else shown if rule.show else ""

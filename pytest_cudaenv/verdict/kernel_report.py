@@ -73,6 +73,8 @@ class KernelReport:
         """Whether calls are counted; under `torch.compile` they cannot be."""
         self.modes: list[str] = []
         """The modes that kernels were chosen for, oldest first; `train()` and `eval()` add to them."""
+        self.is_watched = False
+        """Whether transformers put the kernels in; a report without rows then says nothing of the model."""
 
     @classmethod
     def of(cls, rows: Sequence[Replacement], **facts: Any) -> KernelReport:
@@ -150,7 +152,13 @@ class KernelReport:
 
     def table(self) -> str:
         """The rows as text, one line each, equal ones counted together."""
-        return "\n".join(_table(self.rows)) or "nothing that a kernel can replace"
+        empty = "transformers had replaced nothing" if self.is_watched else "nothing that a kernel can replace"
+        return "\n".join(_table(self.rows)) or empty
+
+    @property
+    def title(self) -> str:
+        """What stands above its table."""
+        return f"Hub kernels {'watched' if self.is_watched else self.kernels}"
 
     __str__ = table
 

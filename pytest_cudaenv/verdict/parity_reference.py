@@ -274,6 +274,10 @@ class Inputs:
             args, kwargs = fresh(args, step), fresh(kwargs, step)
         return Inputs(args, kwargs)
 
+    def numbered(self) -> dict[str, Any]:
+        """By their places, which two modules may name differently."""
+        return {str(place): value for place, value in enumerate(self.args)} | dict(self.kwargs)
+
     def named(self, model: Any) -> dict[str, Any]:
         """By the names that the model gives them."""
         function = model.forward if is_module(model) else model
@@ -350,21 +354,34 @@ def call(
     generate: int = 0,
     compare: Callable[[Any], Any] | None = None,
     mask: Any | None = None,
+    run: Callable[[Any, Inputs], Any] | None = None,
 ) -> Run:
-    """Run a model once, in `dtype`, on inputs rounded to the cell's first: every side gets the same numbers."""
+    """Run a model once, in `dtype`, on inputs rounded to the cell's first: every side gets the same numbers.
+
+    `run`: a caller's own way to call the model, on inputs in the dtypes that they have. Gradients are then those of
+    the first output, which may be a loss; all are missing where it has no gradient function.
+    """
     import torch
 
-    mine = inputs.fresh(dtype, cell_dtype)
+    mine = inputs.fresh(dtype, cell_dtype) if run is None else inputs.fresh(None)
     embedded: list[Any] = []
-    hook = _watch_embeddings(model, embedded) if backward else None
+    hook = _watch_embeddings(model, embedded) if backward and run is None else None
     with seeded(seed, model), torch.set_grad_enabled(backward), in_double(dtype):
         try:
-            output = model(*mine.args, **mine.kwargs)
+            output = model(*mine.args, **mine.kwargs) if run is None else run(model, mine)
         finally:
             if hook is not None:
                 hook.remove()
         picked = leaves(output if compare is None else compare(output))
-        gradients, missing = _gradients(model, mine, picked, embedded, cell_dtype, seed, mask) if backward else ({}, [])
+        gradients: dict[str, Leaf] = {}
+        missing: list[str] = []
+        if backward:
+            named = mine.named(model) if run is None else mine.numbered()
+            wanted = _wanted(model, named, embedded)
+            goal = _goal(picked, wanted, is_strict=run is None)
+            missing = list(wanted)
+            if goal is not None:
+                gradients, missing = _gradients(goal, wanted, cell_dtype, seed, mask)
     steps = None
     if generate:
         steps = _generate(model, inputs.fresh(dtype, cell_dtype), generate, seed, dtype)
@@ -388,37 +405,48 @@ def _watch_embeddings(model: Any, embedded: list[Any]) -> Any:
     return module.register_forward_hook(remember)
 
 
-def _gradients(
-    model: Any,
-    inputs: Inputs,
-    outputs: Mapping[str, Leaf],
-    embedded: Sequence[Any],
-    cell_dtype: Any,
-    seed: int,
-    mask: Any | None,
-) -> tuple[dict[str, Leaf], list[str]]:
-    """Gradients of a projection of the first output to one number, without touching the model's own `.grad`."""
-    import torch
-
+def _wanted(model: Any, named: Mapping[str, Any], embedded: Sequence[Any]) -> dict[str, Any]:
+    """What gradients are taken of, by the names that they get: parameters, inputs, and the input embeddings."""
     wanted: dict[str, Any] = {}
     if is_module(model):
         wanted |= {f"grad {name}": p for name, p in model.named_parameters() if p.requires_grad}
-    named = inputs.named(model)
     wanted |= {f"grad of input {n}": t for n, t in named.items() if getattr(t, "requires_grad", False)}
     if embedded:
         wanted["grad of the input embeddings"] = embedded[0]
+    return wanted
+
+
+def _goal(outputs: Mapping[str, Leaf], wanted: Mapping[str, Any], *, is_strict: bool) -> Any | None:
+    """The output whose gradients are taken: the first, which in a strict run has more than one number; None: no such.
+
+    Raises ParityError for that in a strict run.
+    """
+    least = 2 if is_strict else 0
+    path, leaf = next(((p, x) for p, x in outputs.items() if x.tensor.numel() >= least), (None, None))
+    if wanted and leaf is not None and leaf.tensor.requires_grad:
+        return leaf.tensor
+    if not is_strict:
+        return None
     if not wanted:
         raise ParityError("parity-no-gradient", "backward=True, and neither a parameter nor an input wants a gradient")
-    path, leaf = next(((p, x) for p, x in outputs.items() if x.tensor.numel() > 1), (None, None))
-    if leaf is None or not leaf.tensor.requires_grad:
-        raise ParityError("parity-no-gradient", f"backward=True, and {path or 'no output'} has no gradient function")
-    output = leaf.tensor
-    generator = torch.Generator().manual_seed(seed)
-    weights = torch.randn(output.shape, generator=generator, dtype=torch.float64)
-    weights = (weights / max(1, output.shape[0])).to(cell_dtype).to(output.device, output.dtype)
-    if mask is not None and output.dim() > 2 and tuple(output.shape[:2]) == tuple(mask.shape):
-        weights = weights * mask.to(output.device, output.dtype)[..., None]
-    found = torch.autograd.grad((output * weights).sum(), list(wanted.values()), allow_unused=True)
+    raise ParityError("parity-no-gradient", f"backward=True, and {path or 'no output'} has no gradient function")
+
+
+def _gradients(
+    output: Any, wanted: Mapping[str, Any], cell_dtype: Any, seed: int, mask: Any | None
+) -> tuple[dict[str, Leaf], list[str]]:
+    """Gradients of a projection of an output to one number, without touching the model's own `.grad`; a loss is one."""
+    import torch
+
+    goal = output
+    if output.dim():
+        generator = torch.Generator().manual_seed(seed)
+        weights = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+        weights = (weights / max(1, output.shape[0])).to(cell_dtype).to(output.device, output.dtype)
+        if mask is not None and output.dim() > 2 and tuple(output.shape[:2]) == tuple(mask.shape):
+            weights = weights * mask.to(output.device, output.dtype)[..., None]
+        goal = (output * weights).sum()
+    found = torch.autograd.grad(goal, list(wanted.values()), allow_unused=True)
     gradients = {name: Leaf(g) for name, g in zip(wanted, found, strict=True) if g is not None}
     return gradients, [name for name, g in zip(wanted, found, strict=True) if g is None]
 

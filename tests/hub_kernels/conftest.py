@@ -17,11 +17,11 @@ from tests.inner_runs import forget_outer_run
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """No network, and a cache of the test's own; nothing of the outer run."""
-    hub = pytest.importorskip("huggingface_hub")
+    constants = pytest.importorskip("huggingface_hub.constants")
     forget_outer_run(monkeypatch)
     cache = tmp_path / "hub-cache"
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(cache))
     for name in ("LOCAL_KERNELS", "KERNELS_CACHE", "USE_HUB_KERNELS", "DISABLE_KERNEL_MAPPING"):

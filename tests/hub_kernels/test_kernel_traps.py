@@ -260,7 +260,9 @@ def test_a_cache_without_the_ref_is_a_skip(engine: Any, model: Any, seeded: Call
     seeded("org/tiny", TINY, with_refs=False)
     with pytest.raises(Refused) as caught:
         engine.on(model, {"RMSNorm": "org/tiny:RMSNorm@v1"})
-    assert caught.value.codes == ["kernels-offline"]
+    assert str(caught.value) == "[kernels-offline] needs RMSNorm; have offline, org/tiny@v1 not cached"
+    with pytest.raises(Refused, match=r"have offline, org/tiny@main not cached"):
+        engine.on(model, {"RMSNorm": "org/tiny:RMSNorm@main"})
 
 
 def test_locked(engine: Any, model: Any, seeded: Callable[..., str], tmp_path: Path) -> None:
@@ -381,6 +383,24 @@ def test_flash_attention_2_without_its_package_names_the_kernel(engine: Any, mod
         model(ids)
     report.assert_replaced("attention")
     assert report.rows[0].repository == "kernels-community/flash-attn2"
+
+
+def test_an_attention_kernel_that_was_loaded_before_is_watched_too(engine: Any, model: Any, ids: Any) -> None:
+    """transformers does not ask again for what it has loaded."""
+    from importlib.util import find_spec
+
+    if find_spec("flash_attn") is not None:
+        pytest.skip("flash-attn is installed")
+    import torch
+
+    engine.override("kernels-community/flash-attn2", KERNELS / "demo-attn")
+    model.to(torch.bfloat16).set_attn_implementation("flash_attention_2")
+    model(ids)
+    for _ in range(2):
+        with engine.watch() as report:
+            model(ids)
+        report.assert_replaced("attention")
+        assert report.rows[0].calls == 2
 
 
 # Where kernels are ----------------------------------------------------------------------------------------------

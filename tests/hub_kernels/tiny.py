@@ -35,19 +35,16 @@ def tiny_llama(**config: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    made = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=32,
-            num_hidden_layers=2,
-            intermediate_size=48,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=64,
-            max_position_embeddings=64,
-            attn_implementation="eager",
-            **config,
-        )
-    ).eval()
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+        "max_position_embeddings": 64,
+    }
+    made = LlamaForCausalLM(LlamaConfig(**{**sizes, "attn_implementation": "eager", **config})).eval()
     for name, parameter in made.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

@@ -98,14 +98,16 @@ class _RMSNorm(torch.autograd.Function):
         return dx.view_as(grad), dw.sum(0).to(weight.dtype), None
 
 
-class _SiLU(torch.autograd.Function):
-    BLOCK = 1024
+# A global, not an attribute of the autograd function: dynamo can read none of those in a forward that it traces.
+_SILU_BLOCK = 1024
 
+
+class _SiLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         x = x.contiguous()
         y = torch.empty_like(x)
-        _silu_forward[(triton.cdiv(x.numel(), _SiLU.BLOCK),)](x, y, x.numel(), BLOCK=_SiLU.BLOCK)
+        _silu_forward[(triton.cdiv(x.numel(), _SILU_BLOCK),)](x, y, x.numel(), BLOCK=_SILU_BLOCK)
         ctx.save_for_backward(x)
         return y
 
@@ -113,8 +115,8 @@ class _SiLU(torch.autograd.Function):
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x)
-        grid = (triton.cdiv(x.numel(), _SiLU.BLOCK),)
-        _silu_backward[grid](x, grad.contiguous(), dx, x.numel(), BLOCK=_SiLU.BLOCK)
+        grid = (triton.cdiv(x.numel(), _SILU_BLOCK),)
+        _silu_backward[grid](x, grad.contiguous(), dx, x.numel(), BLOCK=_SILU_BLOCK)
         return dx
 
 
