@@ -14,6 +14,7 @@ from typing import TypeAlias
 from pytest_cudaenv.requirements import attention, packages, precision, quantization
 from pytest_cudaenv.requirements.hub_kernels import HubKernel
 from pytest_cudaenv.requirements.kernel_sources import Given, HubLayer, mode_name, sources
+from pytest_cudaenv.requirements.names import spelled, unknown_name
 from pytest_cudaenv.requirements.requirement import Requirement
 from pytest_cudaenv.requirements.sizes import parse_memory, specifier
 
@@ -247,7 +248,8 @@ def attn_sdpa_kernel(*kernels: str) -> SdpaKernels:
         raise ValueError(f"name a kernel of sdpa: {', '.join(SDPA_KERNELS)}")
     for kernel in kernels:
         if kernel not in SDPA_KERNELS:
-            raise ValueError(f"unknown sdpa kernel {kernel!r}; choose from {', '.join(SDPA_KERNELS)}")
+            known = spelled((name, name) for name in SDPA_KERNELS)
+            raise ValueError(unknown_name("sdpa kernel", kernel, known, ", ".join(SDPA_KERNELS)))
     return SdpaKernels(kernels)
 
 

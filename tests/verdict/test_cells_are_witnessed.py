@@ -266,7 +266,9 @@ def test_a_forced_kernel_is_proven(pytester: pytest.Pytester) -> None:
 def test_a_wrong_kernel_is_a_collection_error(pytester: pytest.Pytester) -> None:
     result = run(pytester, "\n    @attn_sdpa_kernel('fast')\n    def test_it(): ...\n")
     assert result.ret == pytest.ExitCode.INTERRUPTED
-    result.stdout.fnmatch_lines(["*unknown sdpa kernel 'fast'; choose from flash, efficient, cudnn, math*"])
+    result.stdout.fnmatch_lines(
+        ["*unknown sdpa kernel 'fast'; did you mean 'flash'? choose from flash, efficient, cudnn, math*"]
+    )
 
 
 def test_the_fixture_sees_the_whole_test_and_single_models(pytester: pytest.Pytester) -> None:
