@@ -23,9 +23,12 @@ from pytest_cudaenv.verdict.seen import Call, Module, Seen, WitnessError
 __all__ = ["Call", "Module", "Seen", "Watch", "Witness", "WitnessError", "compiled_frames", "watch"]
 
 
-def watch(model: Any = None) -> Watch:
-    """A context in which every call of attention is seen, or those of one model. Imports torch."""
-    return Watch(model)
+def watch(model: Any = None, *, sees_all: bool = False) -> Watch:
+    """A context in which every call of attention is seen, or those of one model. Imports torch.
+
+    `sees_all`: of blocks, too, that no other watch is to hear of (a reference's).
+    """
+    return Watch(model, sees_all=sees_all)
 
 
 def compiled_frames() -> int:
@@ -38,8 +41,9 @@ def compiled_frames() -> int:
 class Watch:
     """One stretch of watching; may be nested in another."""
 
-    def __init__(self, model: Any = None) -> None:
+    def __init__(self, model: Any = None, *, sees_all: bool = False) -> None:
         self.recorder = _Detailed(model)
+        self.recorder.sees_all = sees_all
         self.seen = Seen(self.recorder.look)
         self._exits = ExitStack()
 
@@ -98,6 +102,9 @@ class _Detailed(Recorder):
         if model is not None:
             self._root(model)
 
+    def _is_blind(self) -> bool:
+        return is_unseen() and not self.sees_all
+
     def forget(self) -> None:
         """Hold no model, and no tensor."""
         self._roots.clear()
@@ -139,7 +146,7 @@ class _Detailed(Recorder):
     def _enter(self, module: Any, _inputs: Any) -> None:
         from torch.compiler import is_compiling
 
-        if is_unseen() or is_compiling() or _is_of_compiler(type(module)):
+        if self._is_blind() or is_compiling() or _is_of_compiler(type(module)):
             return
         stack = self._stack
         if not stack and self.taps.is_behind():
@@ -150,7 +157,7 @@ class _Detailed(Recorder):
     def _leave(self, module: Any, _inputs: Any, _output: Any) -> None:
         from torch.compiler import is_compiling
 
-        if is_unseen() or is_compiling() or _is_of_compiler(type(module)):
+        if self._is_blind() or is_compiling() or _is_of_compiler(type(module)):
             return
         stack = self._stack
         while stack and stack.pop() is not module:
@@ -209,7 +216,7 @@ class _Detailed(Recorder):
 
     def saw(self, name: str, operator: Operator) -> None:
         """A fused operator runs now."""
-        if is_unseen():
+        if self._is_blind():
             return
         if self.open and not operator.is_backward:
             self.open[-1].operators.append(operator)
