@@ -218,6 +218,7 @@ def pytest_runtest_makereport(
     if (session := item.config.stash.get(SESSION, None)) is not None:
         session.describe(item, report, call)
         session.note_failure(item, report)
+        session.lead_with_code(report, call)
     return report
 
 

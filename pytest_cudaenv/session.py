@@ -642,6 +642,16 @@ class CudaSession:
             item.stash[REPRODUCED] = True
             self.add_line(item, report, self.runner.mask(item))
 
+    def lead_with_code(self, report: pytest.TestReport, call: pytest.CallInfo[None]) -> None:
+        """Where one line is shown of a failure of this plugin's own, it begins with the code, as all its lines do."""
+        error = None if call.excinfo is None else call.excinfo.value
+        if report.outcome != "failed" or not isinstance(code := getattr(error, "code", None), str):
+            return
+        if (text := str(error)).startswith(f"[{code}] "):
+            from pytest_cudaenv.compat import set_one_line
+
+            set_one_line(report, text.partition("\n")[0])
+
     def add_line(self, item: pytest.Item, report: pytest.TestReport, mask: Mapping[str, str]) -> None:
         """End a failure with the line that runs its test again, under this mask."""
         from pytest_cudaenv.compat import add_section
