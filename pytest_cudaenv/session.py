@@ -565,6 +565,11 @@ class CudaSession:
         if (plan := item.stash.get(PLAN, None)) is not None:
             self.runner.call(item, plan)
 
+    def body_ends(self, item: pytest.Item) -> None:
+        """After a test's body, however it ended."""
+        if PLAN in item.stash:
+            self.runner.body_ends(item)
+
     def tear_down(self, item: pytest.Item) -> None:
         """After a test's fixtures."""
         if PLAN in item.stash:
