@@ -174,6 +174,8 @@ def judge(
         if backend != "eager" and not can_be_seen(backend):
             continue
         remedy = "Run the cell's model in the test's own process, with the cell's backend"
+        if not counts:
+            remedy += ", or say @attn_witness(runs=False) of a test that needs no attention"
         text = f"needs {backend}, which the cell names; have {seen or 'no call of attention'}"
         found.append(Finding(UNSEEN, text, remedy))
     return found
