@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     attn_backends: NamedMark
     attn_sdpa_kernel: NamedMark
+    attn_witness: NamedMark
     cuda_isolated: NamedMark
     cuda_memory: NamedMark
     dtypes: NamedMark
@@ -57,6 +58,7 @@ __all__ = [
     "__version__",
     "attn_backends",
     "attn_sdpa_kernel",
+    "attn_witness",
     "cuda_isolated",
     "cuda_memory",
     "current",

@@ -184,6 +184,11 @@ class CellParameters:
         return dtype is not None and not all(attention.takes_dtype(name, dtype) for name in self.backends)
 
     @property
+    def parts(self) -> dict[str, str]:
+        """The backend of each sub-config (`""`: of the model itself), where the cell names them."""
+        return {} if self.attn_backend is None or isinstance(self.attn_backend, str) else dict(self.attn_backend)
+
+    @property
     def backends(self) -> tuple[str, ...]:
         return () if self.attn_backend is None else backend_names(self.attn_backend)
 

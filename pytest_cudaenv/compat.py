@@ -590,6 +590,17 @@ def failure_of(text: str, location: tuple[str, int | None, str]) -> Any:
     return code.ReprExceptionInfo(code.ReprTraceback([entry], extraline=None, style="native"), crash)
 
 
+def set_one_line(report: pytest.TestReport, text: str) -> None:
+    """Have the short summary, junitxml and `--tb=line` show this of a failure; its traceback stays as it is.
+
+    `reprcrash`, whose message begins with the dotted name of the exception's class:
+    https://github.com/pytest-dev/pytest/blob/9.2.0/src/_pytest/terminal.py (_get_line_with_reprcrash_message)
+    """
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is not None:
+        crash.message = text
+
+
 def has_passed(report: pytest.TestReport) -> bool:
     """Whether a phase passed, and was not expected to fail.
 

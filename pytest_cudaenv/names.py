@@ -28,6 +28,8 @@ MARKER_LINES = (
     "dtypes(*names, exclude=()): the dtypes of this test's cells",
     "attn_sdpa_kernel(*kernels): sdpa runs these kernels alone while the test's body runs, the first possible one of "
     "'flash', 'efficient', 'cudnn', 'math'; the test fails where another ran",
+    "attn_witness(runs=True): with runs=False, this test of a cell calls no attention, which is no finding; the test "
+    "fails where it does",
     "xfail_cells(attn_backend=None, dtype=None, capability=None, reason='', issue='', until=None): cells that are "
     "known to fail; past the date `until` the test fails",
     "cuda_memory(peak=None, leak=None): the most device memory ('2GiB') that the test may use at once, and keep after "

@@ -12,6 +12,7 @@ from pytest_cudaenv import compat
 from pytest_cudaenv.verdict.finding import Finding
 
 if TYPE_CHECKING:
+    from pytest_cudaenv.cells import CellParameters
     from pytest_cudaenv.grants.grant import Grant
     from pytest_cudaenv.plan import Plan
 
@@ -36,6 +37,15 @@ class Observer(ABC):
 
     def call(self, item: pytest.Item) -> None:  # noqa: B027
         """The test's fixtures are there; its body is next."""
+
+    def body_ends(self, item: pytest.Item) -> None:  # noqa: B027
+        """The test's body has ended: reports of the phase "call" until now are of parts of it (subtests)."""
+
+    def cell_begins(self, item: pytest.Item, cell: CellParameters) -> None:  # noqa: B027
+        """In its body, a `unittest.TestCase` goes through its cells itself, and this one is next."""
+
+    def cell_ends(self, item: pytest.Item, cell: CellParameters, *, is_over: bool) -> None:  # noqa: B027
+        """The end of that; whether the test then asked for the next one, and neither raised nor left the loop."""
 
     @abstractmethod
     def note(
@@ -82,6 +92,18 @@ class Observers:
     def call(self, item: pytest.Item) -> None:
         for observer in self.observers if self._watched is item else ():
             observer.call(item)
+
+    def body_ends(self, item: pytest.Item) -> None:
+        for observer in self.observers if self._watched is item else ():
+            observer.body_ends(item)
+
+    def cell_begins(self, item: pytest.Item, cell: CellParameters) -> None:
+        for observer in self.observers if self._watched is item else ():
+            observer.cell_begins(item, cell)
+
+    def cell_ends(self, item: pytest.Item, cell: CellParameters, *, is_over: bool) -> None:
+        for observer in reversed(self.observers) if self._watched is item else ():
+            observer.cell_ends(item, cell, is_over=is_over)
 
     def end(self, item: pytest.Item) -> None:
         for observer in reversed(self.observers) if self._watched is item else ():

@@ -16,11 +16,12 @@ import pytest
 
 from pytest_cudaenv import compat
 from pytest_cudaenv.cells import Cell, CellParameters
-from pytest_cudaenv.grants.current import Current, NoGrantError
+from pytest_cudaenv.grants.current import Current, NoGrantError, current
 from pytest_cudaenv.grants.grant import Grant
 from pytest_cudaenv.plan import Plan, cell_requirement
 from pytest_cudaenv.requirements.markers import MARKERS, Axis
 from pytest_cudaenv.requirements.reason import Rank, Reason
+from pytest_cudaenv.requirements.requirement import Requirement
 from pytest_cudaenv.verdict.expectation_keys import Place
 from pytest_cudaenv.verdict.expectations import Expectations, place_of
 
@@ -74,11 +75,16 @@ class Offers:
 
     @property
     def cuda_memory(self) -> Meter:
-        """The test's device memory. Raises NoGrantError where it has no device."""
+        """The test's device memory; where the host has no device the test is refused, as by the fixture.
+
+        Raises NoGrantError where it has one, and the test was granted none.
+        """
         from pytest_cudaenv.fixtures.verdict import meter_of
 
         if not self.grant.devices:
-            raise NoGrantError("this test runs on the CPU: put @requires_cuda on it")
+            if reasons := self.runner.session.unmet(Requirement(devices=1)):
+                current().refuse(reasons)
+            raise NoGrantError("this test was granted no device: put @requires_cuda on it")
         return meter_of(self.item, len(self.grant.devices))
 
     def attn_witness(self, model: Any = None) -> Watch:
@@ -125,10 +131,14 @@ class Offers:
             self.told[name] = RAN
             self.cell = parameters
             self.runner.seed(self.item, self.plan)
+            observers, is_over = self.runner.observers, False
+            observers.cell_begins(self.item, parameters)
             try:
                 yield cell_from(parameters, self.grant)
+                is_over = True
             finally:
                 self.cell = outer
+                observers.cell_ends(self.item, parameters, is_over=is_over)
             self.runner.forget_refusal(self.item)  # that of this cell was reported with its subtest
         if RAN not in self.told.values():
             running.refuse(tuple(dict.fromkeys(unmet)))

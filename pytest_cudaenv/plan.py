@@ -14,7 +14,15 @@ from pytest_cudaenv.cells import PACKAGE, CellParameters, axis_of, backend_names
 from pytest_cudaenv.host.devices import CudaDevice
 from pytest_cudaenv.names import FIXTURES, HUB_KERNELS, KERNEL_STATES, NEEDS_DEVICE, TAKES_DEVICE
 from pytest_cudaenv.requirements import attention
-from pytest_cudaenv.requirements.markers import MARKERS, NO_LIMIT, KernelUse, KnownBadCell, MemoryLimit, SdpaKernels
+from pytest_cudaenv.requirements.markers import (
+    MARKERS,
+    NO_LIMIT,
+    KernelUse,
+    KnownBadCell,
+    MemoryLimit,
+    SdpaKernels,
+    WitnessUse,
+)
 from pytest_cudaenv.requirements.requirement import Requirement, with_cell
 from pytest_cudaenv.requirements.sizes import version_tuple_fits
 
@@ -35,6 +43,8 @@ class Plan:
     """Whether its numbers are compared with a reference's, though it may have neither device nor cell."""
     sdpa_kernels: tuple[str, ...] = ()
     """The kernels that sdpa may run while the body runs, from the closest mark; empty: any."""
+    runs_attention: bool = True
+    """What its body is declared to do, by the closest mark."""
     hub_kernels: str | None = None
     """`on` or `off`: how it uses the fixture hub_kernels; None: it does not."""
 
@@ -65,6 +75,7 @@ def plan_of(item: pytest.Item) -> Plan | None:
     known_bad: list[KnownBadCell] = []
     memory = NO_LIMIT
     kernels: list[SdpaKernels] = []
+    witnessed: list[WitnessUse] = []
     state = kernel_state(item, ours)
     uses: list[tuple[str, Requirement]] = []
     for mark in marks:
@@ -76,7 +87,11 @@ def plan_of(item: pytest.Item) -> Plan | None:
         elif isinstance(declared, MemoryLimit):
             memory = memory.merged(declared)  # marks come innermost first
         elif isinstance(declared, SdpaKernels):
+            if not kernels:  # the closest says it all
+                sources.append((_spelled(mark), declared.requirement))
             kernels.append(declared)
+        elif isinstance(declared, WitnessUse):
+            witnessed.append(declared)
         elif isinstance(declared, KernelUse):
             uses.append((_spelled(mark), declared.requirement))
     _check_kernels(item, state)
@@ -89,6 +104,7 @@ def plan_of(item: pytest.Item) -> Plan | None:
     cell = cell_of(item, ours)
     _check_axes(item, ours)
     _check_cell(item, cell)
+    _check_witnessed(item, cell)
     _check_known_bad(item, cell, known_bad)
     if cell.id is not None:
         sources.append((f"cell {cell.id}", cell_requirement(cell, axis_of(item, "attn_backends").model)))
@@ -103,6 +119,7 @@ def plan_of(item: pytest.Item) -> Plan | None:
         tuple(known_bad),
         memory=memory,
         sdpa_kernels=forced,
+        runs_attention=witnessed[0].runs if witnessed else True,
         is_compared="assert_parity" in ours,
         hub_kernels=state,
     )
@@ -176,6 +193,14 @@ def _check_cell(item: pytest.Item, cell: CellParameters) -> None:
             raise pytest.Collector.CollectError(
                 f"{item.nodeid}: @{marker} came too late to make its cells: put it on the function, class or module"
             )
+
+
+def _check_witnessed(item: pytest.Item, cell: CellParameters) -> None:
+    """Refuse a word to the witness from a test that it does not watch: it would do nothing and say nothing."""
+    own = {mark.name for mark in getattr(item, "own_markers", ())}
+    if "attn_witness" in own and cell.attn_backend is None and not compat.is_unittest(item):
+        hint = "request the fixture `cell` or `attn_backend`; other tests are not watched"
+        raise pytest.Collector.CollectError(f"{item.nodeid}: @attn_witness has no effect here: {hint}")
 
 
 def _check_known_bad(item: pytest.Item, cell: CellParameters, known_bad: list[KnownBadCell]) -> None:

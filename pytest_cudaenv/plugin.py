@@ -198,10 +198,16 @@ def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Non
         session.runner.note_fixture(fixturedef, request)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_call(item: pytest.Item) -> None:
-    if (session := item.config.stash.get(SESSION, None)) is not None:
-        session.call(item)
+# The innermost wrapper: right before all that is none, and right after.
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    if (session := item.config.stash.get(SESSION, None)) is None:
+        return (yield)
+    session.call(item)
+    try:
+        return (yield)
+    finally:
+        session.body_ends(item)
 
 
 @pytest.hookimpl(trylast=True)
@@ -218,6 +224,7 @@ def pytest_runtest_makereport(
     if (session := item.config.stash.get(SESSION, None)) is not None:
         session.describe(item, report, call)
         session.note_failure(item, report)
+        session.lead_with_code(report, call)
     return report
 
 

@@ -86,6 +86,10 @@ class Runner:
         self.seed(item, plan)
         self.observers.call(item)
 
+    def body_ends(self, item: pytest.Item) -> None:
+        """After a test's body, before its report."""
+        self.observers.body_ends(item)
+
     def seed(self, item: pytest.Item, plan: Plan) -> None:
         """Seed `random`, and NumPy and torch where they are imported, from the id of a device or cell test."""
         if not plan.is_seeded:

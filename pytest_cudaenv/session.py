@@ -577,6 +577,11 @@ class CudaSession:
         if (plan := item.stash.get(PLAN, None)) is not None:
             self.runner.call(item, plan)
 
+    def body_ends(self, item: pytest.Item) -> None:
+        """After a test's body, however it ended."""
+        if PLAN in item.stash:
+            self.runner.body_ends(item)
+
     def tear_down(self, item: pytest.Item) -> None:
         """After a test's fixtures."""
         if PLAN in item.stash:
@@ -654,6 +659,16 @@ class CudaSession:
         if self.is_device_test(item):
             item.stash[REPRODUCED] = True
             self.add_line(item, report, self.runner.mask(item))
+
+    def lead_with_code(self, report: pytest.TestReport, call: pytest.CallInfo[None]) -> None:
+        """Where one line is shown of a failure of this plugin's own, it begins with the code, as all its lines do."""
+        error = None if call.excinfo is None else call.excinfo.value
+        if report.outcome != "failed" or not isinstance(code := getattr(error, "code", None), str):
+            return
+        if (text := str(error)).startswith(f"[{code}] "):
+            from pytest_cudaenv.compat import set_one_line
+
+            set_one_line(report, text.partition("\n")[0])
 
     def add_line(self, item: pytest.Item, report: pytest.TestReport, mask: Mapping[str, str]) -> None:
         """End a failure with the line that runs its test again, under this mask."""

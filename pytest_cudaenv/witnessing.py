@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,7 @@ from pytest_cudaenv.observers import Observer
 from pytest_cudaenv.verdict.finding import Finding
 
 if TYPE_CHECKING:
+    from pytest_cudaenv.cells import CellParameters
     from pytest_cudaenv.grants.grant import Grant
     from pytest_cudaenv.plan import Plan
     from pytest_cudaenv.verdict.attention_taps import Taps
@@ -33,16 +35,28 @@ class WitnessObserver(Observer):
         self._announcer: Announcer | None = None
         self._forced: ExitStack | None = None
         self._seen: Seen | None = None
-        self._earlier: dict[tuple[str, str | None], dict[str, int]] = {}
+        self._earlier: dict[tuple[str, str | None], _Counts] = {}
         """(module, cell) -> what was seen while fixtures were set up: those of a module may have run the model."""
+        self._before_body: dict[str, int] = {}
+        self._in_body = False
+        self._has_part_failed = False
+        """Of a test that goes through its cells itself: whether a subtest of the one that it is at has failed."""
+        self._of_parts: list[Finding] = []
+        self._told: dict[str, dict[str, int]] = {}
+        """Cell -> the calls of each backend, of such a test."""
 
     def begin(self, item: pytest.Item, plan: Plan, grant: Grant) -> None:  # noqa: ARG002
         self._plan = plan
-        if plan.cell.attn_backend is None:
-            return
+        self._of_parts, self._told = [], {}
+        if plan.cell.attn_backend is not None:
+            self._watch(plan.cell)
+
+    def _watch(self, cell: CellParameters) -> None:
         recorder, taps = self._recorder()
-        recorder.start(plan.cell.backends)
+        recorder.start(cell.backends, cell.parts)
         taps.install()
+        if self._announcer is not None:
+            return
         late = [name for name in _watched_modules() if name not in sys.modules]
         if late:
             self._announcer = Announcer(late, lambda _module: taps.install())
@@ -61,11 +75,11 @@ class WitnessObserver(Observer):
         plan = self._plan
         if plan is None:
             return
+        self._in_body = True
         if plan.cell.attn_backend is not None:
             recorder, taps = self._recorder()
-            earlier = self._earlier.setdefault(_place(item, plan), {})
-            for backend, count in recorder.counts.items():
-                earlier[backend] = earlier.get(backend, 0) + count
+            self._before_body = dict(recorder.counts)
+            self._earlier.setdefault(_place(item, plan), _Counts()).add(recorder)
             taps.install()
         if plan.sdpa_kernels:
             self._force(plan.sdpa_kernels)
@@ -96,6 +110,9 @@ class WitnessObserver(Observer):
         plan = self._plan
         if plan is None or report.when != "call":
             return ()
+        if self._in_body:  # a subtest's
+            self._has_part_failed |= not compat.has_passed(report)
+            return ()
         has_passed = compat.has_passed(report)
         found: list[Finding] = []
         if self._forced is not None and self._seen is not None:
@@ -104,22 +121,67 @@ class WitnessObserver(Observer):
             self._forced = self._seen = None
         if plan.cell.attn_backend is not None:
             found += self._of_cell(item, plan, record) if has_passed else []
-        return found
+        if self._told:
+            record.setdefault("witness", {})["cells"] = self._told
+        return found + (self._of_parts if has_passed else [])
+
+    def body_ends(self, item: pytest.Item) -> None:  # noqa: ARG002
+        self._in_body = False
+
+    def cell_begins(self, item: pytest.Item, cell: CellParameters) -> None:  # noqa: ARG002
+        if cell.attn_backend is not None:
+            self._has_part_failed = False
+            self._watch(cell)
+
+    def cell_ends(self, item: pytest.Item, cell: CellParameters, *, is_over: bool) -> None:  # noqa: ARG002
+        if self._taps is None or cell.attn_backend is None:
+            return
+        recorder, taps = self._taps
+        taps.remove()
+        if "torch" in sys.modules and self._plan is not None and is_over and not self._has_part_failed:
+            counts = dict(recorder.counts)
+            self._told[str(cell.id)] = counts
+            for finding in self._judged(self._plan, cell, counts, recorder.parts, counts):
+                self._of_parts.append(replace(finding, text=f"{finding.text} ({cell.id})"))
+        recorder.start(())
+
+    def _judged(
+        self,
+        plan: Plan,
+        cell: CellParameters,
+        counts: dict[str, int],
+        parts: dict[str, dict[str, int]],
+        of_body: dict[str, int],
+    ) -> list[Finding]:
+        from pytest_cudaenv.verdict.cell_witness import judge, judge_idle, judge_parts
+        from pytest_cudaenv.verdict.witness import compiled_frames
+
+        if not plan.runs_attention:
+            return judge_idle(of_body)
+        has_compiled = compiled_frames() > 0
+        found = judge(cell.backends, counts, self._recorder()[0].others, has_compiled=has_compiled)
+        # Of a backend that was not called at all it has been said.
+        return found or judge_parts(cell.parts, parts, has_compiled=has_compiled)
 
     def _of_cell(self, item: pytest.Item, plan: Plan, record: dict[str, Any]) -> list[Finding]:
         if "torch" not in sys.modules:
             return []
-        from pytest_cudaenv.verdict.cell_witness import judge
         from pytest_cudaenv.verdict.witness import compiled_frames
 
         recorder, _ = self._recorder()
-        counts = {**self._earlier.get(_place(item, plan), {}), **recorder.counts}
-        has_compiled = compiled_frames() > 0
+        earlier = self._earlier.get(_place(item, plan), _Counts())
+        counts = {**earlier.backends, **recorder.counts}
+        parts = {sub: {**earlier.parts.get(sub, {}), **recorder.parts.get(sub, {})} for sub in plan.cell.parts}
         told = record.setdefault("witness", {})
         told["backends"] = dict(counts)
-        if has_compiled:
+        if compiled_frames() > 0:
             told["compiled"] = True
-        return judge(plan.cell.backends, counts, recorder.others, has_compiled=has_compiled)
+        of_body = {
+            backend: count - self._before_body.get(backend, 0)
+            for backend, count in recorder.counts.items()
+            if count > self._before_body.get(backend, 0)
+        }
+        return self._judged(plan, plan.cell, counts, parts, of_body)
 
     def _of_forced(self, plan: Plan, seen: Seen, record: dict[str, Any]) -> list[Finding]:
         calls = [call for call in seen.calls if call.backend == "sdpa"]
@@ -143,6 +205,24 @@ class WitnessObserver(Observer):
             self._taps[1].remove()
             self._taps[0].start(())
         self._plan = None
+        self._in_body = self._has_part_failed = False
+
+
+@dataclass
+class _Counts:
+    """Calls that were seen: by backend, and by sub-config and backend."""
+
+    backends: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def add(self, recorder: CellRecorder) -> None:
+        """Add what a recorder has seen."""
+        for into, counts in (
+            (self.backends, recorder.counts),
+            *((self.parts.setdefault(sub, {}), counts) for sub, counts in recorder.parts.items()),
+        ):
+            for backend, count in counts.items():
+                into[backend] = into.get(backend, 0) + count
 
 
 def _place(item: pytest.Item, plan: Plan) -> tuple[str, str | None]:

@@ -73,7 +73,12 @@ class Current:
 
     @property
     def devices(self) -> tuple[CudaDevice, ...]:
-        """The granted devices; empty where the test runs on the CPU."""
+        """The granted devices; empty where the test runs on the CPU.
+
+        Raises NoGrantError where the test asked for none.
+        """
+        if not self.asked:
+            raise NoGrantError(f"this test was granted no device: {_HOW}")
         return self.grant.devices
 
     @property
@@ -85,7 +90,7 @@ class Current:
 
     @property
     def expectations(self) -> Expectations:
-        """Values by capability and cell, as the fixture `expectations`."""
+        """Values by capability and cell, as the fixture `expectations`: of the CPU where no device was asked for."""
         return self.offers.expectations
 
     def cells(
@@ -119,9 +124,14 @@ class Current:
 
     @property
     def cuda_memory(self) -> Meter:
-        """As the fixture `cuda_memory`."""
+        """As the fixture `cuda_memory`: where the host has no device the test is skipped with its reason.
+
+        Raises NoGrantError where the host has one and the test was granted none.
+        """
         return self.offers.cuda_memory
 
+
+_HOW = "put @requires_cuda on the test (or a class above it), or request the fixture `device`"
 
 # Python calls `current()` from anywhere and without an argument, so what runs now is kept here: one test at a time.
 _running: list[Current] = []
@@ -130,20 +140,10 @@ _running: list[Current] = []
 def current() -> Current:
     """What the running test was given: `pytest_cudaenv.current().device` in a `unittest.TestCase`.
 
-    Raises NoGrantError where the running test asked for no device.
+    Raises NoGrantError where it does not use the plugin; what it gives of a device does where the test asked for none.
     """
-    if not _running or not _running[-1].asked:
-        raise NoGrantError(
-            "no test with a grant is running: put @requires_cuda on the test (or a class above it), "
-            "or request the fixture `device`"
-        )
-    return _running[-1]
-
-
-def running() -> Current:
-    """What runs now, also where it asked for no device. Raises NoGrantError where it does not use the plugin."""
     if not _running:
-        raise NoGrantError("no test that uses the plugin is running: put @requires_cuda on the test")
+        raise NoGrantError(f"no test with a grant is running: {_HOW}")
     return _running[-1]
 
 

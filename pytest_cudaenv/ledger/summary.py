@@ -21,8 +21,9 @@ class Group:
 
 @dataclass
 class Finding:
-    """What was found of some tests: the words for the first of them."""
+    """What was found of some tests, in the same words."""
 
+    code: str
     text: str
     remedy: str
     tests: set[str] = field(default_factory=set)
@@ -30,6 +31,9 @@ class Finding:
 
 NAMED = 10
 """Tests that a summary names, of many that have the same in common."""
+
+MESSAGES = 5
+"""Different messages of one code that a summary prints."""
 
 LONG_WAIT = 5.0
 """Seconds of waiting for devices, over all tests, below which a run is not told of them."""
@@ -91,8 +95,8 @@ class Summary:
     """Tests that declare no device and used CUDA."""
     idle: set[str] = field(default_factory=set)
     """Tests that asked for a device and passed without using CUDA."""
-    findings: dict[str, Finding] = field(default_factory=dict)
-    """Code -> what was found of tests, even of those that passed."""
+    findings: dict[tuple[str, str], Finding] = field(default_factory=dict)
+    """(code, text) -> what was found of tests, even of those that passed."""
     written: dict[str, set[str]] = field(default_factory=dict)
     """Test -> names of the golden values that it has written."""
     breaches: dict[str, set[str]] = field(default_factory=dict)
@@ -107,7 +111,8 @@ class Summary:
         if record.get("idle"):
             self.idle.add(nodeid)
         for data in record.get("findings", ()):
-            self.findings.setdefault(data["code"], Finding(data["text"], data["remedy"])).tests.add(nodeid)
+            one = Finding(data["code"], data["text"], data["remedy"])
+            self.findings.setdefault((one.code, one.text), one).tests.add(nodeid)
         if written := record.get("written"):
             self.written.setdefault(nodeid, set()).update(written)
         if (promise := record.get("breach")) is not None:
@@ -141,9 +146,8 @@ class Summary:
         if self.idle:
             remedy = "Let them compute on their device, or take away the requirement; --cuda-strict fails them."
             lines += [f"passed without using CUDA: {len(self.idle)}", f"       {_named(self.idle)}", f"       {remedy}"]
-        for code, finding in sorted(self.findings.items()):
-            lines += [f"[{code}] {len(finding.tests)}: {finding.text}", f"       {_named(finding.tests)}"]
-            lines += [f"       {finding.remedy}"]
+        for code in sorted({finding.code for finding in self.findings.values()}):
+            lines += _finding_lines(code, [one for one in self.findings.values() if one.code == code])
         if self.written:
             count = sum(map(len, self.written.values()))
             lines += [f"golden values written: {count}", f"       {_named(self.written)}"]
@@ -156,6 +160,21 @@ class Summary:
         for text, group in _folded(_sorted(self.groups.items())):
             lines += [f"  {len(group.tests):4} {text}", f"       {group.remedy}"]
         return lines
+
+
+def _finding_lines(code: str, found: Sequence[Finding]) -> list[str]:
+    """Each message of a code with its tests, those of most tests first, and one remedy for all that share it."""
+    found = sorted(found, key=lambda one: (-len(one.tests), one.text))
+    told, rest = found[:MESSAGES], found[MESSAGES:]
+    lines: list[str] = []
+    for place, one in enumerate(told):
+        lines += [f"[{code}] {len(one.tests)}: {one.text}", f"       {_named(one.tests)}"]
+        if place + 1 == len(told) or told[place + 1].remedy != one.remedy:
+            lines.append(f"       {one.remedy}")
+    if rest:
+        tests = {nodeid for one in rest for nodeid in one.tests}
+        lines += [f"[{code}] {len(tests)}: {len(rest)} more messages, in the ledger", f"       {_named(tests)}"]
+    return lines
 
 
 def _sorted(groups: Iterable[tuple[str, Group]]) -> list[tuple[str, Group]]:

@@ -11,7 +11,7 @@ from collections import UserDict
 from typing import Any
 
 from pytest_cudaenv.decorators import DECORATORS
-from pytest_cudaenv.grants.current import running
+from pytest_cudaenv.grants.current import current
 from pytest_cudaenv.ledger.adopt import TRANSFORMERS
 from pytest_cudaenv.migrate.decorators import (
     Marks,
@@ -96,7 +96,7 @@ class Expectations(UserDict[Any, Any]):
 
         NoGrantError where the test declares nothing, so that its device is not known.
         """
-        return running().expectations.pick(self.data)
+        return current().expectations.pick(self.data)
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from pytest_cudaenv.requirements import attention, packages, precision, quantization
 from pytest_cudaenv.requirements.hub_kernels import HubKernel
 from pytest_cudaenv.requirements.kernel_sources import Given, HubLayer, mode_name, sources
+from pytest_cudaenv.requirements.names import spelled, unknown_name
 from pytest_cudaenv.requirements.requirement import Requirement
 from pytest_cudaenv.requirements.sizes import parse_memory, specifier
 
@@ -70,8 +71,24 @@ class SdpaKernels:
 
     names: tuple[str, ...]
 
+    @property
+    def requirement(self) -> Requirement:
+        """A device, where none of them runs on the CPU."""
+        return Requirement(devices=0 if CPU_KERNELS & {*self.names} else 1)
+
 
 SDPA_KERNELS = ("flash", "efficient", "cudnn", "math")
+
+CPU_KERNELS = frozenset({"flash", "math"})
+"""Those of them that the CPU has."""
+
+
+@dataclass(frozen=True)
+class WitnessUse:
+    """What a test of a cell says of itself to the witness."""
+
+    runs: bool
+    """Whether its body runs attention."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +112,7 @@ class KernelUse:
         return Requirement(device_if_any=True, needs_kernels=True, hub_kernels=wanted)
 
 
-Declaration: TypeAlias = "Requirement | Axis | KnownBadCell | MemoryLimit | SdpaKernels | KernelUse"
+Declaration: TypeAlias = "Requirement | Axis | KnownBadCell | MemoryLimit | SdpaKernels | WitnessUse | KernelUse"
 
 
 def requires_cuda(
@@ -247,8 +264,16 @@ def attn_sdpa_kernel(*kernels: str) -> SdpaKernels:
         raise ValueError(f"name a kernel of sdpa: {', '.join(SDPA_KERNELS)}")
     for kernel in kernels:
         if kernel not in SDPA_KERNELS:
-            raise ValueError(f"unknown sdpa kernel {kernel!r}; choose from {', '.join(SDPA_KERNELS)}")
+            known = spelled((name, name) for name in SDPA_KERNELS)
+            raise ValueError(unknown_name("sdpa kernel", kernel, known, ", ".join(SDPA_KERNELS)))
     return SdpaKernels(kernels)
+
+
+def attn_witness(runs: bool = True) -> WitnessUse:
+    """Whether this test's body runs attention; one that does not (it saves a checkpoint) proves no backend."""
+    if not isinstance(runs, bool):
+        raise TypeError(f"runs={runs!r}: write True or False")
+    return WitnessUse(runs)
 
 
 def xfail_cells(
@@ -340,6 +365,7 @@ MARKERS: dict[str, Callable[..., Declaration]] = {
         attn_backends,
         dtypes,
         attn_sdpa_kernel,
+        attn_witness,
         xfail_cells,
         cuda_memory,
         hub_kernels,

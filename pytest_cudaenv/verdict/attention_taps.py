@@ -83,6 +83,9 @@ def is_unseen() -> bool:
 class Recorder(ABC):
     """Hears of each call; calls nest, by thread."""
 
+    sees_all = False
+    """Whether it hears of calls in blocks that are `unseen` to others as well."""
+
     def __init__(self) -> None:
         self._local = threading.local()
 
@@ -97,7 +100,7 @@ class Recorder(ABC):
 
     def run(self, call: OpenCall) -> Any:
         """Make the call: what it returns or raises is the function's own."""
-        if _unseen[0] or is_traced(call.arguments):
+        if (_unseen[0] and not self.sees_all) or is_traced(call.arguments):
             with self.around(call):
                 return call.function(*call.arguments[0], **call.arguments[1])
         stack = self.open

@@ -6,7 +6,7 @@ It has taps and nothing else: no dispatch mode, no hook, no look at a tensor.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -15,7 +15,7 @@ from pytest_cudaenv.verdict.attention_ops import ENTRY_POINTS, canonical
 from pytest_cudaenv.verdict.attention_taps import MODELING, OpenCall, Recorder, resolved
 from pytest_cudaenv.verdict.finding import Finding
 
-UNSEEN, OTHER = "witness-unseen", "witness-other"
+UNSEEN, OTHER, RAN = "witness-unseen", "witness-other", "witness-ran"
 
 
 class CellRecorder(Recorder):
@@ -27,13 +27,20 @@ class CellRecorder(Recorder):
         self.counts: dict[str, int] = {}
         self.others: dict[str, tuple[str, str]] = {}
         """Module -> (what its model asked for, what ran)."""
+        self.parts: dict[str, dict[str, int]] = {}
+        """Sub-config -> its calls by backend, where the cell names one for each."""
+        self._subs: tuple[str, ...] = ()
+        self._part_of: dict[int, str | None] = {}
         self._looked_at: dict[int, Any] = {}
 
-    def start(self, wanted: Iterable[str]) -> None:
-        """Forget what was seen, for a test whose cell names these backends."""
+    def start(self, wanted: Iterable[str], subs: Iterable[str] = ()) -> None:
+        """Forget what was seen, for a test whose cell names these backends, and these sub-configs if any."""
         self.wanted = frozenset(map(canonical, wanted))
         self.counts = {}
         self.others = {}
+        self.parts = {}
+        self._subs = tuple(subs)
+        self._part_of = {}
         self._looked_at = {}
 
     def ran(self, call: OpenCall, outer: list[OpenCall]) -> None:
@@ -42,6 +49,8 @@ class CellRecorder(Recorder):
         registry = call if call.asked is not None else (outer[-1] if outer else None)
         if registry is None or registry.asked is None:
             return
+        if self._subs:
+            self._count_part(registry.module, backend)
         if registry.asked != backend:
             self.others[_label(registry.module)] = (registry.asked, backend)
         elif backend not in self.wanted and id(registry.module) not in self._looked_at:
@@ -50,6 +59,14 @@ class CellRecorder(Recorder):
             asked = _asked_around(registry.module)
             if asked is not None and asked != backend:
                 self.others[_label(registry.module)] = (asked, backend)
+
+    def _count_part(self, module: Any, backend: str) -> None:
+        if id(module) not in self._part_of:
+            self._looked_at.setdefault(id(module), module)
+            self._part_of[id(module)] = _sub_config(module, self._subs)
+        if (sub := self._part_of[id(module)]) is not None:
+            counts = self.parts.setdefault(sub, {})
+            counts[backend] = counts.get(backend, 0) + 1
 
 
 def _label(module: Any) -> str:
@@ -65,17 +82,67 @@ def _asked_around(module: Any) -> str | None:
     and so says for itself. The models are found on the stack: there is no way from a module to its parent.
     """
     config = getattr(module, "config", None)
-    frame: FrameType | None = sys._getframe(2)
+    for owner in _around(module):
+        around = getattr(owner, "config", None)
+        if around is not None and hasattr(owner, "base_model_prefix"):
+            if type(around) is not type(config):
+                return None
+            asked = getattr(around, "_attn_implementation", None)
+            return canonical(asked) if isinstance(asked, str) else None
+    return None
+
+
+def _sub_config(module: Any, subs: Sequence[str]) -> str | None:
+    """Which of a model's sub-configs an attention module has; `""` for the model's own, None where nobody can say.
+
+    It is the same object in the config of some model around it; else the only one of its class.
+    """
+    config = getattr(module, "config", None)
+    outermost: Any = None
+    for owner in _around(module):
+        around = getattr(owner, "config", None)
+        for sub in subs:
+            if sub and getattr(around, sub, None) is config is not None:
+                return sub
+        if any(sub and hasattr(around, sub) for sub in subs):
+            outermost = around
+    if outermost is None:
+        return None
+    same = [sub for sub in subs if type(getattr(outermost, sub, None) if sub else outermost) is type(config)]
+    return same[0] if len(same) == 1 else None
+
+
+def _around(module: Any) -> Iterator[Any]:
+    """The modules whose forward is under way around one, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_call_impl" and (owner := frame.f_locals.get("self")) is not module:
-            around = getattr(owner, "config", None)
-            if around is not None and hasattr(owner, "base_model_prefix"):
-                if type(around) is not type(config):
-                    return None
-                asked = getattr(around, "_attn_implementation", None)
-                return canonical(asked) if isinstance(asked, str) else None
+            yield owner
         frame = frame.f_back
-    return None
+
+
+def judge_parts(
+    named: Mapping[str, str], parts: Mapping[str, Mapping[str, int]], *, has_compiled: bool
+) -> list[Finding]:
+    """What is wrong with a passed test whose cell names a backend for each sub-config: a part that ran others only."""
+    found = []
+    for sub, name in named.items():
+        ran, backend = parts.get(sub, {}), canonical(name)
+        if not ran or backend in ran or has_compiled or (backend != "eager" and not can_be_seen(backend)):
+            continue
+        have = ", ".join(f"{other} {count}x" for other, count in ran.items())
+        text = f"needs {backend} in {sub or 'the model itself'}, which the cell names; have {have}"
+        found.append(Finding(UNSEEN, text, "Build the model with `cell.build`, which takes the cell's dict"))
+    return found
+
+
+def judge_idle(counts: Mapping[str, int]) -> list[Finding]:
+    """What is wrong with a passed test whose marker says that its body runs no attention: that it does."""
+    if not counts:
+        return []
+    have = ", ".join(f"{backend} {count}x" for backend, count in counts.items())
+    text = f"needs a body without attention, as @attn_witness(runs=False) says; have {have}"
+    return [Finding(RAN, text, "Take the marker away: then the backend is proven", is_failure=True)]
 
 
 def can_be_seen(backend: str) -> bool:
@@ -107,6 +174,8 @@ def judge(
         if backend != "eager" and not can_be_seen(backend):
             continue
         remedy = "Run the cell's model in the test's own process, with the cell's backend"
+        if not counts:
+            remedy += ", or say @attn_witness(runs=False) of a test that needs no attention"
         text = f"needs {backend}, which the cell names; have {seen or 'no call of attention'}"
         found.append(Finding(UNSEEN, text, remedy))
     return found

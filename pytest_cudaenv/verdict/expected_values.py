@@ -30,8 +30,10 @@ PASTED = 1000
 
 
 def failure(code: str, text: str) -> AssertionError:
-    """What fails a test: plainly an AssertionError, whose name leaves room for the text in pytest's summary."""
-    return AssertionError(f"[{code}] {text}")
+    """What fails a test: plainly an AssertionError, with its code."""
+    error = AssertionError(f"[{code}] {text}")
+    error.code = code  # type: ignore[attr-defined]  # as `CodedError` has it
+    return error
 
 
 @dataclass(frozen=True)

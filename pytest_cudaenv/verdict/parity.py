@@ -6,10 +6,12 @@ import difflib
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pytest_cudaenv.names import DTYPES
 from pytest_cudaenv.verdict import parity_reference as refs
 from pytest_cudaenv.verdict.attention_ops import canonical, is_known
 from pytest_cudaenv.verdict.attention_taps import unseen
@@ -50,6 +52,8 @@ TABLES = {
 """(rtol, atol) by dtype, `torch.testing.assert_close`'s: for where no reference can be had."""
 
 UNPROVEN = "the witness saw no attention that it knows: which backend ran is not proven"
+
+SAME_BITS = "candidate and reference agree bit for bit: nothing says that they are different code"
 
 CLOSE = 0.8
 """How alike a keyword that nobody names is to one that is known before it is taken for a slip."""
@@ -121,6 +125,8 @@ class AssertParity:
         self.seed = seed
         self.found: list[Parity] = []
         self._references: dict[Any, refs.Run] = {}
+        self._ran: dict[Any, frozenset[str]] = {}
+        """What references that were given have run, by the same keys."""
 
     def __call__(
         self,
@@ -137,8 +143,11 @@ class AssertParity:
     ) -> Parity:
         """Run a model on inputs and compare it, row by row, with an eager reference one precision higher.
 
-        `reference`: a model, a callable or a file of outputs, where none can be made from the model. `backward`:
-        compare gradients too. `k`, `grad_k`: how many times the error of eager in the cell's dtype is allowed.
+        `reference`: a model, a callable or a file of outputs, where none can be made from the model. A plain
+        `nn.Module` is copied into both precisions; a callable is called twice, with the inputs in the higher precision
+        (float64 for a float32 candidate) and in the cell's, and has to compute in the dtype of what it gets.
+        `backward`: compare gradients too. `k`, `grad_k`: how many times the error of eager in the cell's dtype is
+        allowed.
         `generate`: compare so many greedy tokens, by logits up to the first differing one. `tolerance`: a dtype's
         name or `(rtol, atol)`, in place of the rule. `compare`: picks outputs. Everything else goes to the model.
 
@@ -174,6 +183,7 @@ class AssertParity:
     def clear(self) -> None:
         """Free the references."""
         self._references.clear()
+        self._ran.clear()
 
     def _side(self, model: Any, named: Mapping[str, Any], reference: Any) -> _Side:
         own = refs.configured(getattr(model, "config", None)) if refs.is_module(model) else frozenset()
@@ -181,8 +191,7 @@ class AssertParity:
         backend = getattr(self.cell, "attn_backend", None)
         if backend is not None:
             backends = frozenset({backend} if isinstance(backend, str) else backend.values())
-            told = [backend] if isinstance(backend, str) else [f"{sub}={value}" for sub, value in backend.items()]
-            name = "+".join(told)
+            name = _cell_part(backend)
         if (in_cell := getattr(self.cell, "dtype", None)) is not None:
             dtype = in_cell
         if refs.is_module(model):
@@ -203,30 +212,63 @@ class AssertParity:
                 text = f"candidate and reference both use {', '.join(sorted(own))}"
                 raise ParityError("parity-same-backend", f"{text}: the reference has to be eager")
         name = name or "+".join(sorted(own)) or type(model).__name__
-        return _Side(backends, dtype, f"{name}-{refs.name_of(dtype)}")
+        return _Side(backends, dtype, f"{name}-{DTYPES.get(refs.name_of(dtype), refs.name_of(dtype))}")
 
     def _compare(self, model: Any, inputs: refs.Inputs, options: _Options) -> Parity:
         named = inputs.named(model)
         side = self._side(model, named, options.reference)
+        _check_given(model, options)
         mask, batch = refs.mask_of(named), refs.batch_of(named)
         check_masked_rows(mask)
         inputs = refs.without_hidden_labels(inputs, named, mask)
         if mask is not None:
             batch = int(mask.shape[0])
+        inputs = refs.uncached(model, inputs)
         with watch(model if refs.is_module(model) else None) as seen:
             candidate = _run(model, inputs, side.dtype, side, self.seed, options, mask)
+        if refs.is_module(model) and model.training:
+            self._check_seed(model, inputs, candidate, side, options, mask, batch)
         if side.is_eager and options.reference is None:
             again = _run(model, inputs, side.dtype, side, self.seed, options, mask)
-            reference, _, notes = self._reference(model, inputs, side, options, mask, want_low=False)
+            reference, _, _, notes = self._reference(model, inputs, side, options, mask, want_low=False)
             judged = self._judge(candidate, reference, None, side, options, mask, batch, "reference", notes)
             self._check_repeats(candidate, again, side, mask, batch)
             return judged
-        reference, low, notes = self._reference(model, inputs, side, options, mask, want_low=options.table is None)
-        notes = (*notes, *self._check_backend(seen, candidate, low, side, options))
+        want_low = options.table is None
+        reference, low, ran, notes = self._reference(model, inputs, side, options, mask, want_low=want_low)
+        notes = (*notes, *self._check_backend(seen, candidate, low, side, options, refs.is_module(model)))
+        if options.is_code:
+            notes = (*notes, *_check_code(seen, ran, candidate, reference if low is None else low, side))
         return self._judge(candidate, reference, low, side, options, mask, batch, "candidate", notes)
 
+    def _check_seed(
+        self,
+        model: Any,
+        inputs: refs.Inputs,
+        candidate: refs.Run,
+        side: _Side,
+        options: _Options,
+        mask: Any | None,
+        batch: int | None,
+    ) -> None:
+        """Refuse a model in train mode whose numbers depend on the seed.
+
+        What is dropped differs between kernels and precisions, whatever the seed: nothing could be compared.
+        """
+        with unseen():
+            alone = replace(options, backward=False, generate=0)
+            other = _run(model, inputs, side.dtype, side, self.seed + 1, alone, mask)
+        at = worst(compare(candidate.outputs, other.outputs, None, Rule(side.dtype), batch=batch, mask=mask))
+        if at.ratio > 1:
+            dropouts = refs.dropouts(model)
+            have = f" ({', '.join(dropouts[:3])}{' …' if len(dropouts) > 3 else ''})" if dropouts else ""
+            text = (
+                f"{side.name} in train mode depends on the seed{have}: two seeds differ by {at.error:.3g} at {at.path}"
+            )
+            raise ParityError("parity-random", f"{text}; set every dropout to 0, or call `model.eval()`")
+
     def _check_backend(
-        self, seen: Seen, candidate: refs.Run, low: refs.Run | None, side: _Side, options: _Options
+        self, seen: Seen, candidate: refs.Run, low: refs.Run | None, side: _Side, options: _Options, is_module: bool
     ) -> tuple[str, ...]:
         """Refuse a candidate that ran what its reference runs; tell where nobody looked."""
         if seen.backends and seen.backends <= {refs.EAGER} and side.backends and not side.is_eager:
@@ -238,18 +280,24 @@ class AssertParity:
             have = ", ".join(f"{ran} in {module}" for module, ran in list(others.items())[:3])
             text = f"the cell is {side.name}; have {have}"
             raise ParityError("parity-other-backend", f"{text}: each attention module has to run what the cell names")
+        if seen.backends and (silent := seen.silent()):
+            text = f"the cell is {side.name}; have nothing known in {', '.join(silent[:3])}"
+            raise ParityError("parity-other-backend", f"{text}: each attention module has to run what the cell names")
         if any(name != refs.EAGER and is_known(name) for name in seen.backends):
             return ()
         if side.backends and options.compare is None and low is not None and _identical(candidate.outputs, low.outputs):
             # What was not watched can still be told: other kernels round otherwise.
             text = f"the outputs of {side.name} are those of eager, bit for bit, and no other backend was seen"
             raise ParityError("parity-same-backend", f"{text}: eager would be compared with itself")
-        return (UNPROVEN,) if side.backends else ()
+        return (UNPROVEN,) if side.backends or is_module else ()
 
     def _reference(
         self, model: Any, inputs: refs.Inputs, side: _Side, options: _Options, mask: Any | None, *, want_low: bool
-    ) -> tuple[refs.Run, refs.Run | None, tuple[str, ...]]:
-        """The reference, the low reference where it is wanted, and what may explain a difference."""
+    ) -> tuple[refs.Run, refs.Run | None, frozenset[str], tuple[str, ...]]:
+        """The reference, the low reference where it is wanted, what they ran, and what may explain a difference.
+
+        What was made of the candidate runs eagerly, and is not watched.
+        """
         high, given = refs.higher(side.dtype), options.reference
         key = (
             type(model).__qualname__,
@@ -261,6 +309,7 @@ class AssertParity:
             str(side.dtype),
         )
         notes: list[str] = []
+        backends: set[str] = set()
 
         def made(kind: str, make: Callable[[], tuple[Any, Any]]) -> refs.Run:
             if (key, kind) not in self._references:
@@ -268,8 +317,12 @@ class AssertParity:
                     other, dtype = make()
                 if refs.is_module(other) and refs.is_module(model) and kind == "high":
                     notes.extend(f"buffer {n} is not what the config gives" for n in refs.rounded_buffers(model, other))
-                with unseen():
+                with unseen(), _told_of_dtypes(other, dtype, side.dtype), ExitStack() as watched:
+                    if options.is_code:
+                        ran = watched.enter_context(watch(sees_all=True))
                     self._references[key, kind] = _run(other, inputs, dtype, side, self.seed, options, mask)
+                self._ran[key, kind] = ran.backends if options.is_code else frozenset()
+            backends.update(self._ran[key, kind])
             return self._references[key, kind]
 
         if isinstance(given, (str, os.PathLike)):
@@ -279,18 +332,25 @@ class AssertParity:
         elif refs.is_module(given):
             if refs.is_module(model) and not refs.is_quantized(model):
                 refs.check_weights(model, given)
-            reference = made("high", lambda: (given, refs.dtype_of(given) or high))
+            if refs.can_be_eager(given):
+                reference = made("high", lambda: (given, refs.dtype_of(given) or high))
+            else:
+                refs.check_precise(given, side.dtype)
+                reference = made("high", lambda: (refs.in_dtype(given, high), high))
         else:
             reference = made("high", lambda: (given, high))
         if not want_low:
-            return reference, None, tuple(notes)
-        if given is None or isinstance(given, (str, os.PathLike)) or refs.is_module(given):
-            source = given if refs.is_module(given) and refs.is_quantized(model) else model
+            return reference, None, frozenset(backends), tuple(notes)
+        if refs.is_module(given) and not refs.can_be_eager(given) and not refs.can_be_eager(model):
+            low = made("low", lambda: (refs.in_dtype(given, side.dtype), side.dtype))
+        elif given is None or isinstance(given, (str, os.PathLike)) or refs.is_module(given):
+            is_source = refs.is_module(given) and (refs.is_quantized(model) or not refs.can_be_eager(model))
+            source = given if is_source else model
             own = refs.dtype_of(given) if source is given else side.dtype
             low = made("low", lambda: (_twin(source, side.dtype, own, options), side.dtype))
         else:
             low = made("low", lambda: (given, side.dtype))
-        return reference, low, tuple(notes)
+        return reference, low, frozenset(backends), tuple(notes)
 
     def _judge(
         self,
@@ -370,6 +430,11 @@ class _Options:
     compare: Callable[[Any], Any] | None = None
 
     @property
+    def is_code(self) -> bool:
+        """Whether a reference was given that computes: a model or a callable."""
+        return self.reference is not None and not isinstance(self.reference, (str, os.PathLike))
+
+    @property
     def key(self) -> Any:
         """What a reference depends on."""
         return (id(self.reference) if self.reference is not None else None, self.backward, self.generate, self.compare)
@@ -426,6 +491,62 @@ def _check_device(model: Any, device: Any | None) -> None:
         )
 
 
+def _cell_part(backend: str | Mapping[str, str]) -> str:
+    """A backend as test ids have it: `text=flash_attention_2+vision=sdpa` for one per sub-config."""
+    if isinstance(backend, str):
+        return backend
+    return "+".join(f"{sub.removesuffix('_config') or 'model'}={name}" for sub, name in backend.items())
+
+
+def _check_given(model: Any, options: _Options) -> None:
+    """Refuse a `reference=` that could not be one."""
+    given = options.reference
+    if given is None:
+        return
+    if given is model:
+        raise ParityError("parity-same-backend", "`reference=` is the candidate: it would be compared with itself")
+    if not options.backward or refs.is_module(given) or not refs.is_module(model):
+        return
+    if any(p.requires_grad for p in model.parameters()):
+        kind = "a callable" if options.is_code else "a file"
+        text = f"backward=True compares the gradients of {type(model).__name__}'s parameters, and {kind} has none"
+        remedy = (
+            "pass `reference=` a module with parameters of the same names; or give the candidate as a function "
+            "as well, with inputs that require gradients"
+        )
+        raise ParityError("parity-no-reference", f"{text}: {remedy}")
+
+
+def _check_code(
+    seen: Seen, ran: frozenset[str], candidate: refs.Run, reference: refs.Run, side: _Side
+) -> tuple[str, ...]:
+    """Refuse a reference that was given and runs what the candidate runs, by the witness or by its bits."""
+    mine = {name for name in seen.backends if name != refs.EAGER and is_known(name)}
+    names_backend = bool(side.backends - {refs.EAGER})
+    if names_backend and (same := sorted(mine & ran)):
+        text = f"candidate and `reference=` both run {', '.join(same)}"
+        raise ParityError("parity-same-backend", f"{text}: the reference has to be eager")
+    if mine - ran or not _identical(candidate.outputs, reference.outputs):
+        return ()
+    if names_backend:
+        text = f"the outputs of {side.name} are those of `reference=`, bit for bit"
+        raise ParityError("parity-same-backend", f"{text}: it would be compared with itself")
+    return (SAME_BITS,)
+
+
+@contextmanager
+def _told_of_dtypes(reference: Any, dtype: Any, low: Any) -> Iterator[None]:
+    """A block whose errors say what a callable is called with, where exceptions take notes (since Python 3.11)."""
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        if not refs.is_module(reference) and hasattr(error, "add_note"):
+            both = f"{refs.name_of(refs.higher(low))} and {refs.name_of(low)}"
+            text = f"a `reference=` callable is called with inputs in {both} (here {refs.name_of(dtype)})"
+            error.add_note(f"assert_parity: {text}: cast its weights to the dtype of what it gets, `w.to(x.dtype)`")
+        raise
+
+
 def _plain_config(model: Any) -> str:
     """A model's config without its backend: cells of one model share a reference."""
     config: Any = getattr(model, "config", None)
@@ -437,8 +558,9 @@ def _twin(model: Any, dtype: Any, own: Any, options: _Options) -> Any:
         return refs.twin(model, dtype, own)
     except ParityError as error:
         if error.code == "parity-no-reference" and options.reference is not None:
-            text = f"{error}; or, as a reference was given, `tolerance=`"
-            raise ParityError(error.code, text.partition("] ")[2]) from None
+            have = str(error).partition("] ")[2].partition("; pass")[0]
+            remedy = "add `tolerance=`, or pass `reference=` a model or a callable, which are run in both precisions"
+            raise ParityError(error.code, f"{have}, which a given reference is judged by; {remedy}") from None
         raise
 
 
@@ -480,6 +602,11 @@ def _identical(one: Mapping[str, Leaf], other: Mapping[str, Leaf]) -> bool:
     return any(a.numel() for a, _ in pairs) and all(a.shape == b.shape and bool((a == b).all()) for a, b in pairs)
 
 
+def _told(value: float) -> str:
+    """A number of the table; a dash where there is none."""
+    return "-" if math.isnan(value) else f"{value:.3g}"
+
+
 def _message(found: Parity, side: _Side, options: _Options) -> str:
     """One line with everything, then the rows that are off most."""
     at = f"at {found.worst}" + (f", row {found.row}" if found.row is not None else "")
@@ -500,7 +627,7 @@ def _message(found: Parity, side: _Side, options: _Options) -> str:
     for row in sorted(found.rows, key=lambda row: -row.ratio)[:8]:
         number = "" if row.row is None else row.row
         lines.append(
-            f"{row.path[-32:]:<32} {number:>4} {row.error:>10.3g} {row.reference_error:>10.3g} {row.floor:>10.3g} "
-            f"{row.limit:>10.3g} {row.ratio:>8.3g}"
+            f"{row.path[-32:]:<32} {number:>4} {row.error:>10.3g} {_told(row.reference_error):>10} "
+            f"{row.floor:>10.3g} {row.limit:>10.3g} {row.ratio:>8.3g}"
         )
     return "\n".join([first, *lines, *(f"note: {note}" for note in found.notes)])

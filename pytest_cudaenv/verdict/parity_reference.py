@@ -98,6 +98,64 @@ def twin(model: Any, dtype: Any, low: Any) -> Any:
     return built.train(model.training)
 
 
+def can_be_eager(model: Any) -> bool:
+    """Whether it can be told which attention to run, as transformers' models can."""
+    return hasattr(model, "set_attn_implementation") or (
+        hasattr(type(model), "_from_config") and getattr(model, "config", None) is not None
+    )
+
+
+def in_dtype(model: Any, dtype: Any) -> Any:
+    """A plain module in a dtype: itself, or a copy. Raises ParityError where it cannot be copied."""
+    own = dtype_of(model)
+    if own is None or own == dtype:
+        return model
+    try:
+        built = copy.deepcopy(model)
+    except Exception as error:
+        text = f"{type(model).__name__} cannot be copied into {name_of(dtype)} ({error})"
+        raise ParityError("parity-no-reference", f"{text}; pass `reference=` a callable that computes in it") from None
+    _cast_weights(built, own, dtype)
+    return built
+
+
+def check_precise(reference: Any, dtype: Any) -> None:
+    """A reference's weights are no less precise than the cell's: they were rounded, and are other weights."""
+    own = dtype_of(reference)
+    if own is not None and own.itemsize < dtype.itemsize:
+        text = f"the cell is {name_of(dtype)}, the weights of `reference=` are {name_of(own)}"
+        raise ParityError("parity-dtype", f"{text}: they are less precise; load both from one state dict")
+
+
+def dropouts(model: Any) -> list[str]:
+    """What may drop elements of a model in train mode: its modules, and the numbers of its config."""
+    import torch
+
+    kind = torch.nn.modules.dropout._DropoutNd
+    found = [f"{name}: p={m.p:g}" for name, m in model.named_modules() if isinstance(m, kind) and m.training and m.p]
+    config: Any = getattr(model, "config", None)
+    told = config.to_dict() if hasattr(config, "to_dict") else {}
+    found += [f"config.{n}={v:g}" for n, v in told.items() if "drop" in n and isinstance(v, float) and v]
+    return found
+
+
+def uncached(model: Any, inputs: Inputs) -> Inputs:
+    """The inputs, with no cache asked for where gradient checkpointing has the candidate go without one.
+
+    In train mode it returns none, whatever was asked; a reference, which has no need of it, would return one.
+    """
+    if not (getattr(model, "training", False) and getattr(model, "is_gradient_checkpointing", False)):
+        return inputs
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    config = getattr(model, "config", None)
+    has_cache = any(hasattr(part, "use_cache") for part in (config, getattr(config, "text_config", None)))
+    if not ("use_cache" in parameters or (takes_any and has_cache)):
+        return inputs
+    given = inspect.signature(model.forward).bind_partial(*inputs.args).arguments
+    return inputs if "use_cache" in given else Inputs(inputs.args, {**inputs.kwargs, "use_cache": False})
+
+
 def _from_config(model: Any, dtype: Any) -> Any | None:
     """Built anew, so that what is not in the state dict (a rotary embedding's frequencies) is computed, not rounded."""
     make, config = getattr(type(model), "_from_config", None), getattr(model, "config", None)
@@ -127,13 +185,17 @@ def _copied(model: Any, dtype: Any, low: Any) -> Any:
     built = copy.deepcopy(model)
     built.set_attn_implementation(EAGER)
     if dtype != low:
-        # Not `built.to(dtype)`: what is float32 within a half-precision model is so on purpose.
-        for module in built.modules():
-            for store in (module._parameters, module._buffers):
-                for tensor in store.values():
-                    if tensor is not None and tensor.is_floating_point() and tensor.dtype == low:
-                        tensor.data = tensor.data.to(dtype)
+        _cast_weights(built, low, dtype)
     return built
+
+
+def _cast_weights(model: Any, own: Any, dtype: Any) -> None:
+    """Not `model.to(dtype)`: what is float32 within a half-precision model is so on purpose."""
+    for module in model.modules():
+        for store in (module._parameters, module._buffers):
+            for tensor in store.values():
+                if tensor is not None and tensor.is_floating_point() and tensor.dtype == own:
+                    tensor.data = tensor.data.to(dtype)
 
 
 def check_weights(candidate: Any, reference: Any) -> None:
@@ -154,7 +216,7 @@ def check_weights(candidate: Any, reference: Any) -> None:
             text = f"{name} differs between candidate and reference by {off:.3g}: not the same weights"
             raise ParityError("parity-weights", f"{text}; load both from one state dict")
     if not mine.keys() & theirs.keys() and mine and theirs:
-        raise ParityError("parity-weights", "candidate and reference have no weight of the same name in common")
+        raise ParityError("parity-weights", "candidate and reference have no weight of the same name; pass a callable")
 
 
 def rounded_buffers(candidate: Any, reference: Any) -> list[str]:
@@ -188,12 +250,13 @@ def seeded(seed: int, model: Any = None) -> Iterator[None]:
         yield
 
 
-def in_double(dtype: Any) -> contextlib.AbstractContextManager[Any]:
+def in_double(dtype: Any, *, is_code: bool = False) -> contextlib.AbstractContextManager[Any]:
     """A block in which models that ask for float32 on the way get float64, where the run is in float64.
 
     transformers' eager attention has its softmax in float32 whatever the model's dtype is. What masks add in float64
     is infinite there: rows that see nothing become NaN, and NaN times a weight of zero is NaN for all that follow.
     Norms and rotary embeddings ask for float32 too, and would make the reference no better than the candidate.
+    Of a function of the test's own (`is_code`) the casts are meant: of it only softmax is changed.
     """
     import torch
 
@@ -205,6 +268,10 @@ def in_double(dtype: Any) -> contextlib.AbstractContextManager[Any]:
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = dict(kwargs or {})
             name = getattr(func, "__name__", "")
+            if is_code and (
+                name not in {"softmax", "log_softmax"} or getattr(args[0] if args else None, "dtype", None) != dtype
+            ):
+                return func(*args, **kwargs)
             if name == "float":
                 return args[0].double()
             if name in {"softmax", "log_softmax", "to", "type", "sum", "mean", "cumsum"}:
@@ -366,7 +433,7 @@ def call(
     mine = inputs.fresh(dtype, cell_dtype) if run is None else inputs.fresh(None)
     embedded: list[Any] = []
     hook = _watch_embeddings(model, embedded) if backward and run is None else None
-    with seeded(seed, model), torch.set_grad_enabled(backward), in_double(dtype):
+    with seeded(seed, model), torch.set_grad_enabled(backward), in_double(dtype, is_code=not is_module(model)):
         try:
             output = model(*mine.args, **mine.kwargs) if run is None else run(model, mine)
         finally:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from pytest_cudaenv.verdict.attention_ops import KERNELS, canonical
+from pytest_cudaenv.verdict.attention_names import known_backend, known_kernel, known_name
+from pytest_cudaenv.verdict.coded import CodedError
 from pytest_cudaenv.verdict.sdpa_choice import SdpaCall
 
 
-class WitnessError(AssertionError):
-    """Something else ran than the test says; the text names it, and why where torch tells."""
+class WitnessError(CodedError, AssertionError):
+    """Something else ran than the test says; the text names it, and why where torch tells. `code` is stable."""
 
 
 @dataclass(frozen=True)
@@ -119,40 +120,43 @@ class Seen:
 
         `kernel` is for sdpa. `in_` narrows to modules by a glob of their names. `window`, `softcap` and `causal` must
         have reached the backend's own function: in each module, and in at least one call in which it matters.
-        Raises WitnessError, which says what ran instead and why.
+        Raises WitnessError, which says what ran instead and why; ValueError for a name that nobody knows.
         """
-        wanted = canonical(name)
-        if kernel is not None and kernel not in KERNELS:
-            raise ValueError(f"kernel={kernel!r}: choose from {', '.join(KERNELS)}")
+        wanted = known_backend(name, self.backends)
+        if kernel is not None:
+            known_kernel(kernel)
         calls = [call for call in self.calls if _is_in(call.module, in_)]
         need = f"{wanted} ({kernel})" if kernel else wanted
         place = f"each attention module in {in_}" if in_ else "each attention module"
         if not calls:
-            raise WitnessError(f"[witness-unseen] needs {need} in {place}; have no call of attention{self._hint(in_)}")
+            raise WitnessError("witness-unseen", f"needs {need} in {place}; have no call of attention{self._hint(in_)}")
         wrong = [call for call in calls if not _is_it(call, wanted, kernel)]
-        silent = self._silent(in_)
+        silent = self.silent(in_)
         if wrong or silent:
             have = [f"{call} in {_places(same)}" for call, same in _grouped(wrong)]
             have += [f"nothing known in {', '.join(silent)}"] if silent else []
             code = "witness-kernel" if wrong and all(call.backend == wanted for call in wrong) else "witness-other"
-            raise WitnessError(f"[{code}] needs {need} in {place}; have {', '.join(have)}{_why(wrong, wanted, kernel)}")
+            raise WitnessError(code, f"needs {need} in {place}; have {', '.join(have)}{_why(wrong, wanted, kernel)}")
         if all(call.is_backward for call in calls):
-            raise WitnessError(f"[witness-unseen] needs {need} in {place}; have backward calls only{self._hint(in_)}")
+            raise WitnessError("witness-unseen", f"needs {need} in {place}; have backward calls only{self._hint(in_)}")
         asked = {"window": window, "softcap": softcap, "causal": causal}
         for fact, value in asked.items():
             if value is not None:
                 _check_fact(fact, value, [call for call in calls if not call.is_backward], need)
 
     def assert_never(self, name: str) -> None:
-        """No call ran this backend, or this kernel of sdpa. Raises WitnessError."""
-        wanted = name if name in KERNELS else canonical(name)
+        """No call ran this backend, or this kernel of sdpa.
+
+        Raises WitnessError; ValueError for a name that nobody knows, of which no call would ever be seen.
+        """
+        wanted = known_name(name, self.backends)
         wrong = [call for call in self.calls if wanted in (call.backend, call.kernel)]
         if wrong:
             why = _why(wrong, "sdpa", "flash") if wanted == "math" else ""
             have = ", ".join(f"{call} in {_places(same)}" for call, same in _grouped(wrong))
-            raise WitnessError(f"[witness-other] needs no {wanted}; have {have}{why}")
+            raise WitnessError("witness-other", f"needs no {wanted}; have {have}{why}")
 
-    def _silent(self, in_: str | None) -> list[str]:
+    def silent(self, in_: str | None = None) -> list[str]:
         """Modules whose forward ran without any attention known, where their class or their place says attention."""
         heard = {(call.model, call.module) for call in self.calls}
         places = {(model, _place(name)) for model, name in heard if name is not None}
@@ -229,16 +233,15 @@ def _check_fact(fact: str, value: object, calls: Sequence[Call], need: str) -> N
     if differ:
         have = ", ".join(dict.fromkeys(f"{call.facts[fact]}" for call in differ))
         raise WitnessError(
-            f"[witness-argument] needs {fact}={value} to reach {need}; have {fact}={have} in {_places(differ)}"
+            "witness-argument", f"needs {fact}={value} to reach {need}; have {fact}={have} in {_places(differ)}"
         )
     if told:
         return
     if untold and len(untold) == len(calls):
-        raise WitnessError(f"[witness-argument] needs {fact}={value} to reach {need}; have no way to tell it here")
+        raise WitnessError("witness-argument", f"needs {fact}={value} to reach {need}; have no way to tell it here")
     longest = max((call.facts.get("keys", 0) for call in calls), default=0)
-    raise WitnessError(
-        f"[witness-argument] needs {fact}={value} to matter in a call; have at most {longest} keys: nothing is checked"
-    )
+    text = f"needs {fact}={value} to matter in a call; have at most {longest} keys: nothing is checked"
+    raise WitnessError("witness-argument", text)
 
 
 def _is_vacuous(fact: str, value: object, call: Call) -> bool:

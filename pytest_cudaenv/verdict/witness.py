@@ -33,9 +33,12 @@ from pytest_cudaenv.verdict.seen import Call, Module, Seen, WitnessError
 __all__ = ["Call", "Module", "Seen", "Watch", "Witness", "WitnessError", "compiled_frames", "watch"]
 
 
-def watch(model: Any = None) -> Watch:
-    """A context in which every call of attention is seen, or those of one model. Imports torch."""
-    return Watch(model)
+def watch(model: Any = None, *, sees_all: bool = False) -> Watch:
+    """A context in which every call of attention is seen, or those of one model. Imports torch.
+
+    `sees_all`: of blocks, too, that no other watch is to hear of (a reference's).
+    """
+    return Watch(model, sees_all=sees_all)
 
 
 def compiled_frames() -> int:
@@ -48,8 +51,9 @@ def compiled_frames() -> int:
 class Watch:
     """One stretch of watching; may be nested in another."""
 
-    def __init__(self, model: Any = None) -> None:
+    def __init__(self, model: Any = None, *, sees_all: bool = False) -> None:
         self.recorder = _Detailed(model)
+        self.recorder.sees_all = sees_all
         self.seen = Seen(self.recorder.look)
         self._exits = ExitStack()
 
@@ -108,6 +112,9 @@ class _Detailed(Recorder):
         if model is not None:
             self._root(model)
 
+    def _is_blind(self) -> bool:
+        return is_unseen() and not self.sees_all
+
     def forget(self) -> None:
         """Hold no model, and no tensor."""
         self._roots.clear()
@@ -149,7 +156,7 @@ class _Detailed(Recorder):
     def _enter(self, module: Any, _inputs: Any) -> None:
         from torch.compiler import is_compiling
 
-        if is_unseen() or is_compiling() or _is_of_compiler(type(module)):
+        if self._is_blind() or is_compiling() or _is_of_compiler(type(module)):
             return
         stack = self._stack
         if not stack and self.taps.is_behind():
@@ -160,7 +167,7 @@ class _Detailed(Recorder):
     def _leave(self, module: Any, _inputs: Any, _output: Any) -> None:
         from torch.compiler import is_compiling
 
-        if is_unseen() or is_compiling() or _is_of_compiler(type(module)):
+        if self._is_blind() or is_compiling() or _is_of_compiler(type(module)):
             return
         stack = self._stack
         while stack and stack.pop() is not module:
@@ -229,14 +236,14 @@ class _Detailed(Recorder):
 
         def runs(_gradients: Any) -> None:
             recorder = watched()
-            if recorder is not None and recorder.taps.is_on and not is_unseen():
+            if recorder is not None and recorder.taps.is_on and not recorder._is_blind():
                 recorder.calls.append(backward)
 
         node.register_prehook(runs)
 
     def saw(self, name: str, operator: Operator) -> None:
         """A fused operator runs now."""
-        if is_unseen():
+        if self._is_blind():
             return
         if self.open and not operator.is_backward:
             self.open[-1].operators.append(operator)

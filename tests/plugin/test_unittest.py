@@ -219,3 +219,34 @@ def test_before_subtests_were_reported_a_cell_that_cannot_run_is_a_warning(
     result.assert_outcomes(passed=1, warnings=1)
     warning = "*OldTest::test_it (flash_attention_2-bf16): [[]attn-missing[]] *"
     result.stdout.fnmatch_lines(["*RAN eager-bf16*", warning])
+
+
+def test_what_needs_no_device_is_there_without_one_and_memory_skips(pytester: pytest.Pytester) -> None:
+    """As the fixtures of these names: `expectations` asks for no device, `cuda_memory` cannot do without."""
+    pytester.makepyfile(
+        """
+        import unittest
+        import pytest
+        from pytest_cudaenv import current, requires_package
+
+        @requires_package("pytest")
+        class OldTest(unittest.TestCase):
+            def test_expectations(self):
+                current().expectations.check(1, {"cpu": 1})
+
+            def test_device(self):
+                with self.assertRaisesRegex(RuntimeError, "was granted no device: put @requires_cuda"):
+                    current().device
+
+            def test_memory(self):
+                current().cuda_memory.reset()
+
+        def test_fixture(cuda_memory): ...
+        """
+    )
+    result = pytester.runpytest_inprocess("--cuda-visible", "-1", "-rs")
+    result.assert_outcomes(passed=2, skipped=2)
+    result.stdout.fnmatch_lines(["*SKIPPED*[[]cuda-none[]] needs a CUDA device; have none*"])
+    result = pytester.runpytest_inprocess("--cuda-simulate", "h100", "--cuda-isolation=off", "-k", "test_memory")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*NoGrantError: this test was granted no device: put @requires_cuda on it"])

@@ -266,7 +266,9 @@ def test_a_forced_kernel_is_proven(pytester: pytest.Pytester) -> None:
 def test_a_wrong_kernel_is_a_collection_error(pytester: pytest.Pytester) -> None:
     result = run(pytester, "\n    @attn_sdpa_kernel('fast')\n    def test_it(): ...\n")
     assert result.ret == pytest.ExitCode.INTERRUPTED
-    result.stdout.fnmatch_lines(["*unknown sdpa kernel 'fast'; choose from flash, efficient, cudnn, math*"])
+    result.stdout.fnmatch_lines(
+        ["*unknown sdpa kernel 'fast'; did you mean 'flash'? choose from flash, efficient, cudnn, math*"]
+    )
 
 
 def test_the_fixture_sees_the_whole_test_and_single_models(pytester: pytest.Pytester) -> None:
@@ -329,3 +331,194 @@ def test_nothing_is_left_behind(pytester: pytest.Pytester) -> None:
     run(pytester, body).assert_outcomes(passed=1)
     after = (torch.nn.functional.scaled_dot_product_attention, AttentionInterface.get_interface, list(sys.meta_path))
     assert after == before
+
+
+def test_a_test_may_say_that_it_runs_no_attention(pytester: pytest.Pytester) -> None:
+    body = """
+    from pytest_cudaenv import attn_witness
+
+    @pytest.fixture(scope="module")
+    def model(cell):
+        model = cell.build(LlamaForCausalLM, CONFIG)
+        model(tiny.IDS)
+        return model
+
+    @attn_backends("eager", "sdpa")
+    @dtypes("fp32")
+    class TestIt:
+        @attn_witness(runs=False)
+        def test_saving(self, cell, tmp_path):
+            cell.build(LlamaForCausalLM, CONFIG).save_pretrained(tmp_path)
+
+        @attn_witness(runs=False)
+        def test_saving_what_a_fixture_ran(self, model, tmp_path):
+            model.save_pretrained(tmp_path)
+
+        @attn_witness(runs=False)
+        def test_lying(self, cell):
+            cell.build(LlamaForCausalLM, CONFIG)(tiny.IDS)
+
+        @attn_witness
+        def test_running(self, cell):
+            cell.build(LlamaForCausalLM, CONFIG)(tiny.IDS)
+    """
+    result = run(pytester, body)
+    result.assert_outcomes(passed=6, failed=2)
+    result.stdout.fnmatch_lines(
+        ["*[[]witness-ran] needs a body without attention, as @attn_witness(runs=False) says; have sdpa 2x*"]
+    )
+    pytester.runpytest_inprocess("--cuda-isolation=off").assert_outcomes(passed=6, failed=2)
+
+
+def test_saying_so_of_a_test_that_is_not_watched_is_refused(pytester: pytest.Pytester) -> None:
+    body = "\n    from pytest_cudaenv import attn_witness\n    @attn_witness(runs=False)\n    def test_it(dtype): ...\n"
+    result = run(pytester, body)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(["*test_it*@attn_witness has no effect here: request the fixture `cell`*"])
+
+
+def test_cells_of_a_test_case_are_watched(pytester: pytest.Pytester) -> None:
+    body = """
+    import unittest
+    import pytest_cudaenv
+    from pytest_cudaenv import attn_witness
+
+    @pytest.mark.usefixtures("device")
+    class TestIt(unittest.TestCase):
+        def each(self, backend=None, layer=None, run=True):
+            for cell in pytest_cudaenv.current().cells("eager", "sdpa", dtypes=("float32",)):
+                with self.subTest(cell=cell.id):
+                    model = cell.build(LlamaForCausalLM, CONFIG, attn_backend=backend)
+                    if layer:
+                        tiny.set_backend(model.model.layers[1].self_attn, layer)
+                    if run:
+                        model(tiny.IDS)
+
+        def test_honest(self):
+            self.each()
+
+        def test_always_eager(self):
+            self.each("eager")
+
+        def test_a_layer(self):
+            self.each(layer="eager")
+
+        def test_nothing(self):
+            self.each(run=False)
+
+        @attn_witness(runs=False)
+        def test_nothing_as_it_says(self):
+            self.each(run=False)
+
+        @attn_witness(runs=False)
+        def test_lying(self):
+            self.each()
+    """
+    result = run(pytester, body)
+    told = list(result.reprec.getreports("pytest_runtest_logreport"))
+    whole = {r.nodeid.rpartition("::")[2]: r for r in told if r.when == "call" and not hasattr(r, "context")}
+    assert {name for name, report in whole.items() if report.passed} == {"test_honest", "test_nothing_as_it_says"}
+    lines = {name: report.longreprtext for name, report in whole.items() if report.failed}
+    assert "needs sdpa, which the cell names; have eager 2x (sdpa-fp32)" in lines["test_always_eager"]
+    assert "LlamaAttention 1: sdpa was asked for, eager ran (sdpa-fp32)" in lines["test_a_layer"]
+    assert "needs sdpa, which the cell names; have no call of attention (sdpa-fp32)" in lines["test_nothing"]
+    assert "eager-fp32" not in lines["test_nothing"]
+    assert "[witness-ran]" in lines["test_lying"]
+    assert witnessed(pytester)["TestIt::test_honest"] == {
+        "cells": {"eager-fp32": {"eager": 2}, "sdpa-fp32": {"sdpa": 2}}
+    }
+
+
+def test_a_cell_that_failed_gets_no_finding(pytester: pytest.Pytester) -> None:
+    if not hasattr(pytest, "Subtests"):
+        pytest.skip("pytest reports subtests since 9")
+    body = """
+    import unittest
+    import pytest_cudaenv
+
+    @pytest.mark.usefixtures("device")
+    class TestIt(unittest.TestCase):
+        def test_it(self):
+            for cell in pytest_cudaenv.current().cells("sdpa", "eager", dtypes=("float32",)):
+                with self.subTest(cell=cell.id):
+                    if cell.attn_backend == "sdpa":
+                        self.fail("said so")
+                    cell.build(LlamaForCausalLM, CONFIG)(tiny.IDS)
+    """
+    result = run(pytester, body)
+    assert "said so" in result.stdout.str()
+    assert "witness-" not in result.stdout.str()
+
+
+def test_a_forced_kernel_outlives_subtests(pytester: pytest.Pytester) -> None:
+    body = """
+    import unittest
+
+    @attn_sdpa_kernel("math")
+    class TestIt(unittest.TestCase):
+        def test_it(self):
+            q = torch.rand(1, 2, 8, 8)
+            for part in range(2):
+                with self.subTest(part=part):
+                    torch.nn.functional.scaled_dot_product_attention(q, q, q)
+                    assert not torch.backends.cuda.flash_sdp_enabled()
+    """
+    result = run(pytester, body)
+    assert result.ret == 0
+    assert witnessed(pytester)["TestIt::test_it"] == {"kernels": {"sdpa:math": 2}}
+
+
+def test_each_part_of_a_model_runs_what_the_cell_names_for_it(pytester: pytest.Pytester) -> None:
+    body = """
+    from transformers import CLIPModel
+    CELL = {"text_config": "sdpa", "vision_config": "eager"}
+
+    @attn_backends(CELL)
+    @dtypes("fp32")
+    class TestIt:
+        def test_honest(self, cell):
+            tiny.run(tiny.clip(cell.attn_backend))
+
+        def test_with_a_reference(self, cell):
+            tiny.run(tiny.clip("eager"))
+            tiny.run(tiny.clip(cell.attn_backend))
+
+        def test_text_alone(self, cell):
+            tiny.clip(cell.attn_backend).get_text_features(tiny.IDS)
+            tiny.clip(cell.attn_backend).get_image_features(torch.rand(1, 3, 16, 16))
+
+        def test_exchanged(self, cell):
+            tiny.run(tiny.clip({"text_config": "eager", "vision_config": "sdpa"}))
+    """
+    result = run(pytester, body)
+    result.assert_outcomes(passed=3, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*[[]witness-unseen] needs sdpa in text_config, which the cell names; have eager 2x*",
+            "*[[]witness-unseen] needs eager in vision_config, which the cell names; have sdpa 2x*",
+        ]
+    )
+
+
+def test_a_kernel_that_the_cpu_has_not_needs_a_device(pytester: pytest.Pytester) -> None:
+    body = """
+    @attn_sdpa_kernel("efficient")
+    def test_it(): ...
+
+    @attn_sdpa_kernel("cudnn", "efficient")
+    class TestIt:
+        def test_of_a_class(self): ...
+
+        @attn_sdpa_kernel("math")
+        def test_the_closest_says_it_all(self):
+            q = torch.rand(1, 2, 8, 8)
+            torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+    @attn_sdpa_kernel("efficient", "math")
+    def test_math_will_do():
+        q = torch.rand(1, 2, 8, 8)
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    """
+    result = run(pytester, body, "--cuda-visible=-1", "-rs")
+    result.assert_outcomes(passed=2, skipped=2)
+    result.stdout.fnmatch_lines(["SKIPPED*[[]cuda-*needs a CUDA device; have *"])

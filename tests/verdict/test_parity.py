@@ -50,7 +50,7 @@ def witness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def _install_witness(monkeypatch: pytest.MonkeyPatch, backends: frozenset[str]) -> None:
     @contextmanager
     def watch(model: Any = None) -> Iterator[Any]:
-        yield SimpleNamespace(backends=backends, calls=())
+        yield SimpleNamespace(backends=backends, calls=(), silent=list)
 
     monkeypatch.setattr(parity, "watch", watch)
 
@@ -284,6 +284,167 @@ def test_a_plain_module_needs_a_reference() -> None:
     assert found.value.code == "parity-no-reference"
 
 
+class Attend(torch.nn.Module):
+    """A plain module whose attention is a function; grouped neither by a config nor by transformers."""
+
+    def __init__(self, attend: ATTENTION, dtype: Any = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = torch.nn.Linear(16, 48)
+        self.attend = attend
+        self.to(dtype)
+
+    def forward(self, x: Any) -> Any:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.attend(q, k, v)
+
+
+def by_hand(q: Any, k: Any, v: Any) -> Any:
+    return torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, -1) @ v
+
+
+def detached(q: Any, k: Any, v: Any) -> Any:
+    return fused_attention(q, k, v.detach())
+
+
+def fused_attention(q: Any, k: Any, v: Any, **more: Any) -> Any:
+    return torch.nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], **more)[:, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("own", [torch.float64, torch.float32, None], ids=["fp64", "fp32", "same"])
+def test_a_plain_module_is_compared_with_another_in_both_precisions(dtype: Any, own: Any) -> None:
+    x = torch.randn(3, 8, 16)
+    checked = AssertParity(cell("sdpa", dtype))
+    fused, plain = Attend(fused_attention, dtype), Attend(by_hand, dtype).to(own or dtype)
+    found = checked(fused, x, reference=plain, backward=True)
+    assert found.ratio <= 1
+    assert not found.notes
+    assert any(row.path.startswith("grad") for row in found.rows)
+    assert {p.dtype for p in plain.parameters()} == {own or dtype}
+    with pytest.raises(ParityError) as wrong:
+        checked(Attend(lambda q, k, v: fused_attention(q, k, v, is_causal=True), dtype), x, reference=plain)
+    assert wrong.value.code == "parity"
+    with pytest.raises(ParityError) as wrong:
+        checked(Attend(detached, dtype), x, reference=plain, backward=True)
+    assert wrong.value.code == "parity"  # a third of one bias, and of one weight
+
+
+def test_a_plain_module_beside_a_callable() -> None:
+    x = torch.randn(3, 8, 16)
+    fused = Attend(fused_attention)
+
+    def reference(x: Any) -> Any:
+        weight, bias = fused.qkv.weight.to(x.dtype), fused.qkv.bias.to(x.dtype)
+        return by_hand(*torch.nn.functional.linear(x, weight, bias).chunk(3, -1))
+
+    assert AssertParity(cell("sdpa", torch.float32))(fused, x, reference=reference).ratio <= 1
+    with pytest.raises(ParityError, match="a callable has none: pass `reference=` a module") as found:
+        AssertParity(cell("sdpa", torch.float32))(fused, x, reference=reference, backward=True)
+    assert found.value.code == "parity-no-reference"
+    inputs = torch.randn(3, 8, 16, requires_grad=True)
+    both = AssertParity(cell("sdpa", torch.float32))(fused.forward, inputs, reference=reference, backward=True)
+    assert {row.path for row in both.rows} == {"output", "grad of input x"}
+
+
+def test_a_reference_that_is_less_precise_is_none() -> None:
+    plain = Attend(by_hand, torch.bfloat16)
+    error = refused("sdpa", torch.float32, Attend(fused_attention), x=torch.randn(3, 8, 16), reference=plain)
+    assert error.code == "parity-dtype"
+    assert "less precise" in str(error)
+
+
+@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="exceptions take no notes before Python 3.11")
+def test_a_callable_that_computes_in_one_dtype_is_told_of_both() -> None:
+    copied = copy.deepcopy(Attend(fused_attention))
+    with pytest.raises(RuntimeError) as failed:
+        AssertParity()(Attend(fused_attention), torch.randn(3, 8, 16), reference=copied.forward)
+    assert "called with inputs in float64 and float32 (here float64)" in failed.value.__notes__[0]
+
+
+@pytest.mark.parametrize("attend", [by_hand, fused_attention])
+@pytest.mark.parametrize("kind", ["callable", "module", "itself"])
+@pytest.mark.parametrize("table", [{}, {"tolerance": "float32"}], ids=["rule", "table"])
+def test_a_plain_module_against_a_copy_of_itself(attend: ATTENTION, kind: str, table: dict[str, Any]) -> None:
+    candidate, x = Attend(attend), torch.randn(3, 8, 16)
+    copied = copy.deepcopy(candidate)
+    given = {"callable": lambda x: copied(x.float()), "module": copied, "itself": candidate}[kind]
+    if attend is by_hand and kind == "module" and table:
+        return  # run in float64 alone, a copy rounds otherwise, and nobody knows by hand
+    error = refused("sdpa", torch.float32, candidate, x=x, reference=given, **table)
+    assert error.code == "parity-same-backend"
+    if kind == "itself":
+        return
+    assert ("both run sdpa" if attend is fused_attention else "bit for bit") in str(error)
+    found = AssertParity()(candidate, x, reference=given, **table)
+    assert (parity.UNPROVEN in found.notes) == (attend is by_hand)
+    assert (parity.SAME_BITS in found.notes) == (kind == "callable" or not table)
+
+
+def test_what_a_plain_module_does_not_prove_is_noted() -> None:
+    x = torch.randn(3, 8, 16)
+    other = Attend(lambda q, k, v: (torch.softmax(q @ k.mT / 4, -1) @ v) * 1.0000001)
+    found = AssertParity(cell("sdpa", torch.float32))(other, x, reference=Attend(by_hand))
+    assert found.notes == (parity.UNPROVEN,)
+
+
+def test_a_layer_that_calls_nothing_known() -> None:
+    """Its numbers are right, and the other layers run the cell's backend."""
+    model = LLAMA.build("sdpa", torch.float32)
+    layer = model.model.layers[1].self_attn
+
+    class ByHand(type(layer)):  # type: ignore[misc]
+        def forward(self, hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, **_: Any) -> Any:
+            from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
+
+            shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+            q, k, v = (p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+            causal = torch.full((q.shape[2], q.shape[2]), -1e30).triu(1)[None, None]
+            out, weights = eager_attention_forward(self, q, k, v, causal, self.scaling)
+            return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    layer.__class__ = ByHand
+    error = refused("sdpa", torch.float32, model, input_ids=LLAMA.inputs()["input_ids"], use_cache=False)
+    assert error.code == "parity-other-backend"
+    assert "nothing known in model.layers.1.self_attn" in str(error)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("more", [{}, {"use_cache": True}], ids=["", "cache"])
+def test_gradient_checkpointing(backend: str, more: dict[str, Any]) -> None:
+    """A checkpointed model in train mode returns no cache: no side is asked for one."""
+    model = LLAMA.build(backend, torch.float32)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = AssertParity(cell(backend, torch.float32))(model.train(), **LLAMA.inputs(), backward=True, **more)
+    assert found.ratio <= 1
+    assert any(row.path.startswith("grad") for row in found.rows)
+    assert not any("key" in row.path.partition("[")[0] for row in found.rows if not row.path.startswith("grad"))
+    found = AssertParity(cell(backend, torch.float32))(model.eval(), **LLAMA.inputs())
+    assert any("past_key_values" in row.path for row in found.rows)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_dropout_in_train_mode(backend: str) -> None:
+    dropping = Tiny("dropping", LLAMA.model_class, copy.deepcopy(LLAMA.config))
+    dropping.config.attention_dropout = 0.1
+    model = dropping.build(backend, torch.float32)
+    error = refused(backend, torch.float32, model.train(), **LLAMA.inputs())
+    assert error.code == "parity-random"
+    assert "(config.attention_dropout=0.1)" in str(error)
+    assert AssertParity(cell(backend, torch.float32))(model.eval(), **LLAMA.inputs()).ratio <= 1
+    trained = LLAMA.build(backend, torch.float32).train()
+    assert AssertParity(cell(backend, torch.float32))(trained, **LLAMA.inputs(), backward=True).ratio <= 1
+
+
+def test_a_table_has_a_dash_where_there_is_no_number() -> None:
+    model = LLAMA.build("eager", torch.float32)
+    model.lm_head.register_forward_hook(lambda _m, _a, out: out * 1.5 if out.dtype == torch.float32 else out)
+    error = str(refused("eager", torch.float32, model, **LLAMA.inputs()))
+    assert "nan" not in error
+    assert error.splitlines()[2].split()[3] == "-"
+
+
 def test_functions_are_compared_with_a_callable() -> None:
     """The reference runs in the higher precision and, as low reference, in that of the inputs."""
     query, key, value = torch.randn(3, 2, 4, 8, 16).bfloat16().unbind(0)
@@ -382,7 +543,7 @@ def test_what_a_failure_and_a_pass_tell() -> None:
     assert told["checked"] == passed.checked > 7 * 99
     error = str(caught(_spoil(2)))
     first, header, *table = error.splitlines()
-    assert first.startswith("[parity] lying-float32: error ")
+    assert first.startswith("[parity] lying-fp32: error ")
     for word in ("allowed", "reference error", "floor", "ratio", "row 2"):
         assert word in first
     assert header.split() == ["output", "row", "error", "reference", "floor", "allowed", "ratio"]

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from pytest_cudaenv.requirements.attention import AttnBackend, with_backends
 from pytest_cudaenv.verdict.sdpa_choice import reasons
 from pytest_cudaenv.verdict.seen import WitnessError
 from pytest_cudaenv.verdict.witness import watch
 from tests.verdict import tiny_models as tiny
+from tests.verdict.parity_models import registered
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
@@ -368,11 +370,50 @@ def test_a_call_that_raises_has_not_run() -> None:
         seen.assert_ran("sdpa")
 
 
-def test_a_wrong_kernel_name_is_a_usage_error() -> None:
+@pytest.mark.parametrize(
+    ("ask", "slip", "meant"),
+    [
+        (lambda seen: seen.assert_ran("sdpa", kernel="flahs"), "kernel of sdpa 'flahs'", "flash"),
+        (lambda seen: seen.assert_ran("spda"), "attention backend 'spda'", "sdpa"),
+        (lambda seen: seen.assert_never("egaer"), "attention backend or kernel of sdpa 'egaer'", "eager"),
+        (lambda seen: seen.assert_never("maht"), "attention backend or kernel of sdpa 'maht'", "math"),
+        (lambda seen: seen.assert_never("flash_atention_3"), "'flash_atention_3'", "flash_attention_3"),
+        (lambda seen: seen.assert_never("my_atention"), "'my_atention'", "my_attention"),
+    ],
+)
+def test_a_name_that_nobody_knows_is_a_slip(ask: Callable[[Any], None], slip: str, meant: str) -> None:
+    with registered("my_attention", F.scaled_dot_product_attention), watch() as seen:
+        tiny.run(tiny.llama("sdpa"))
+    with (
+        registered("my_attention", F.scaled_dot_product_attention),
+        pytest.raises(ValueError, match=rf"^\[witness-name\] unknown .*{slip}; did you mean '{meant}'\? choose from"),
+    ):
+        ask(seen)
+
+
+def test_names_that_somebody_knows_may_never_run() -> None:
     with watch() as seen:
         tiny.run(tiny.llama("sdpa"))
-    with pytest.raises(ValueError, match="kernel='fast': choose from flash"):
-        seen.assert_ran("sdpa", kernel="fast")
+    with_backends({"ring": AttnBackend("ring", entry_points=("rings:attend",))})
+    try:
+        with registered("my_attention", F.scaled_dot_product_attention):
+            for name in (
+                "eager",
+                "fa3",
+                "flex",
+                "math",
+                "efficient",
+                "kernels-community/other",
+                "my_attention",
+                "ring",
+            ):
+                seen.assert_never(name)
+    finally:
+        with_backends({})
+    with pytest.raises(ValueError, match="unknown"):
+        seen.assert_never("my_attention")
+    with pytest.raises(ValueError, match="unknown"):
+        seen.assert_never("ring")
 
 
 def test_of_torchs_warnings_those_about_the_kernel_are_told() -> None:
