@@ -1,7 +1,7 @@
 """`python -m benchmarks [NAME ...]`: every benchmark that runs on any machine in a minute or two, or those named.
 
-`scheduling`, `merge`, `ledger`, `verdict` and `mutations` take minutes to half an hour, and `driver_masks` needs NVIDIA
-devices: they run when they are named.
+`scheduling`, `merge`, `ledger`, `verdict` and `mutations` take minutes to half an hour, `hub_kernels` needs
+transformers and kernels, and `driver_masks` NVIDIA devices: they run when they are named.
 """
 
 from __future__ import annotations

@@ -86,11 +86,10 @@ class HubKernels:
         self._refuse = refuse
         self._mode, self._executed, self._allow = mode, executed, allow_fallback
         self._root = root or Path.cwd()
-        self._parked = parked
+        self._parked = Parked() if parked is None else parked
         self._at_hand = frozenset(at_hand)
         """Repositories that are in the cache, and load without asking the Hub."""
         self._software = software
-        self._is_usable = False
         self._state: KernelState | None = None
         self._live: list[LiveReport] = []
         self._overrides: dict[str, Path] = {}
@@ -152,9 +151,9 @@ class HubKernels:
         """Refuse where `kernels` and transformers would replace nothing, silently."""
         if self.kernels == "off":
             return
-        if not self._is_usable and (reasons := pair_reasons(self._software())):
+        if not self._parked.is_usable and (reasons := pair_reasons(self._software())):
             self._refuse(reasons)
-        self._is_usable = True
+        self._parked.is_usable = True
         self._check_imported()
 
     def _check_imported(self) -> None:

@@ -58,6 +58,8 @@ class Parked:
 
     kernels: dict[Path, tuple[Any, dict[str, ModuleType], tuple[object, ...]]] = field(default_factory=dict)
     """Folder of the variant -> the loaded kernel, its modules, and what its files were."""
+    is_usable: bool = False
+    """Whether `kernels` and transformers were found to fit: packages are not exchanged under a process."""
 
 
 def _files(variant: Path) -> tuple[object, ...]:
