@@ -280,16 +280,20 @@ class AssertParity:
             have = ", ".join(f"{ran} in {module}" for module, ran in list(others.items())[:3])
             text = f"the cell is {side.name}; have {have}"
             raise ParityError("parity-other-backend", f"{text}: each attention module has to run what the cell names")
+        notes: tuple[str, ...] = ()
         if seen.backends and (silent := seen.silent()):
-            text = f"the cell is {side.name}; have nothing known in {', '.join(silent[:3])}"
-            raise ParityError("parity-other-backend", f"{text}: each attention module has to run what the cell names")
+            have = f"nothing known in {', '.join(silent[:3])}"
+            if not seen.has_compiled:
+                text = f"the cell is {side.name}; have {have}: each attention module has to run what the cell names"
+                raise ParityError("parity-other-backend", text)
+            notes = (f"{have}: torch.compile has compiled code here, which does not say what it calls",)
         if any(name != refs.EAGER and is_known(name) for name in seen.backends):
-            return ()
+            return notes
         if side.backends and options.compare is None and low is not None and _identical(candidate.outputs, low.outputs):
             # What was not watched can still be told: other kernels round otherwise.
             text = f"the outputs of {side.name} are those of eager, bit for bit, and no other backend was seen"
             raise ParityError("parity-same-backend", f"{text}: eager would be compared with itself")
-        return (UNPROVEN,) if side.backends or is_module else ()
+        return (*notes, UNPROVEN) if side.backends or is_module else notes
 
     def _reference(
         self, model: Any, inputs: refs.Inputs, side: _Side, options: _Options, mask: Any | None, *, want_low: bool

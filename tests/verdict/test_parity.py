@@ -388,7 +388,7 @@ def test_what_a_plain_module_does_not_prove_is_noted() -> None:
     assert found.notes == (parity.UNPROVEN,)
 
 
-def test_a_layer_that_calls_nothing_known() -> None:
+def test_a_layer_that_calls_nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its numbers are right, and the other layers run the cell's backend."""
     model = LLAMA.build("sdpa", torch.float32)
     layer = model.model.layers[1].self_attn
@@ -405,9 +405,14 @@ def test_a_layer_that_calls_nothing_known() -> None:
             return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
 
     layer.__class__ = ByHand
+    monkeypatch.setattr("pytest_cudaenv.verdict.witness.compiled_frames", lambda: 0)
     error = refused("sdpa", torch.float32, model, input_ids=LLAMA.inputs()["input_ids"], use_cache=False)
     assert error.code == "parity-other-backend"
     assert "nothing known in model.layers.1.self_attn" in str(error)
+    monkeypatch.setattr("pytest_cudaenv.verdict.witness.compiled_frames", lambda: 1)
+    inputs = {"input_ids": LLAMA.inputs()["input_ids"], "use_cache": False}
+    found = AssertParity(cell("sdpa", torch.float32))(model, **inputs)
+    assert found.notes[0].startswith("nothing known in model.layers.1.self_attn: torch.compile has compiled")
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
