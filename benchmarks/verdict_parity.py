@@ -52,16 +52,19 @@ def larger(tiny: Tiny) -> Tiny:
     return replace(tiny, name=f"{tiny.name} (hidden 512, 4 layers)", config=config)
 
 
-def parity(rounds: int = 7) -> None:
+def parity(device: torch.device, rounds: int = 7) -> None:
     """Print the cost."""
     for tiny, batch, length in ((models()["llama"], 7, 12), (larger(models()["llama"]), 4, 128)):
-        model, inputs = tiny.build("sdpa", torch.float32), tiny.inputs(batch=batch, length=length)
+        model = tiny.build("sdpa", torch.float32).to(device)
+        inputs = {name: value.to(device) for name, value in tiny.inputs(batch=batch, length=length).items()}
 
         def forward(model: Any = model, inputs: Any = inputs) -> None:
             with torch.no_grad():
                 model(**inputs)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
 
-        checked = AssertParity(cell("sdpa", torch.float32))
+        checked = AssertParity(cell("sdpa", torch.float32, device))
 
         def compare(
             again: bool, checked: Any = checked, model: Any = model, inputs: Any = inputs, **options: Any
@@ -77,7 +80,7 @@ def parity(rounds: int = 7) -> None:
             "first, with gradients": seconds(lambda: compare(False, backward=True), rounds),
         }
         told = ", ".join(f"{name} {cost / bare:.1f} ({1000 * cost:.0f} ms)" for name, cost in costs.items())
-        print(f"parity, {tiny.name}, ratio to a forward of {1000 * bare:.1f} ms: {told}", flush=True)
+        print(f"parity on {device.type}, {tiny.name}, ratio to a forward of {1000 * bare:.1f} ms: {told}", flush=True)
 
 
 def forced(name: str) -> tuple[str, contextlib.AbstractContextManager[Any]]:
@@ -156,7 +159,7 @@ def main() -> None:
     arguments, _ = parser.parse_known_args()
     torch.set_num_threads(1)
     if not arguments.honest_only:
-        parity()
+        parity(arguments.device)
     honest(arguments.seeds, arguments.models, arguments.backends, arguments.dtypes, arguments.device)
 
 
