@@ -9,7 +9,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Container, Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Container, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -62,7 +63,8 @@ class Software:
             torch = torch_build_of(names["torch"]) or torch
         return replace(
             self,
-            distributions={**self.distributions, **names},
+            # A copy would look up every distribution that is installed.
+            distributions=ChainMap(names, cast("MutableMapping[str, str]", self.distributions)),
             assumed=self.assumed | frozenset(names),
             torch=torch,
         )

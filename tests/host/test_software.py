@@ -168,6 +168,14 @@ class TestAssuming:
         assert assumed.torch == self.BASE.torch
         assert self.BASE.version("flash-attn") is None
 
+    def test_looks_nothing_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[str] = []
+        monkeypatch.setattr("pytest_cudaenv.host.software._installed_version", lambda name: asked.append(name) or "1.0")
+        monkeypatch.setattr(InstalledDistributions, "__iter__", lambda self: pytest.fail("looked all of them up"))
+        assumed = Software(InstalledDistributions()).assuming({}).assuming({"flash-attn": "2.8.3"})
+        assert (assumed.version("flash-attn"), asked) == ("2.8.3", [])
+        assert (assumed.version("Some.Other"), asked) == ("1.0", ["some-other"])
+
     def test_torch_with_its_build(self) -> None:
         assert self.BASE.assuming({"torch": "2.11.0+cu130"}).torch == TorchBuild("2.11.0+cu130", cuda="13.0")
         # A bare version says nothing about the build.
