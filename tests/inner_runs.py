@@ -11,7 +11,7 @@ OURS = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PYTORCH_NVML_BASED_CUDA_CH
 OF_CI = ("CI", "BUILD_NUMBER", "TF_BUILD", "GITHUB_ACTIONS")
 """By which pytest shows whole messages, and hypothesis takes other settings."""
 
-UNUSED = ("randomly", "html", "metadata", "syrupy", "anyio", "hypothesispytest")
+UNUSED = ("randomly", "html", "metadata", "syrupy", "anyio", "hypothesispytest", "platformdirs")
 """Plugins that take two thirds of the time of a start, of which there are hundreds. `-p` brings one back."""
 
 ADDOPTS = " ".join(f"-p no:{name}" for name in UNUSED)

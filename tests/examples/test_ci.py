@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from pytest_cudaenv.ledger.contract import read_runners
+from tests.inner_runs import ADDOPTS
 
 ROOT = Path(__file__).parents[2]
 CI = ROOT / "examples" / "ci"
@@ -97,12 +98,15 @@ def test_expected_runners_are_those_of_the_profiles() -> None:
 class Machine:
     """A checkout on which steps are run one after the other."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ran: Machine | None = None) -> None:
+        """A fresh one in this folder, or one on which the steps of another have run."""
         self.folder = folder / "checkout"
-        self.folder.mkdir()
+        if ran is not None:
+            shutil.copytree(ran.folder.parent, folder, dirs_exist_ok=True)
+        self.folder.mkdir(exist_ok=True)
         shutil.copy(CI / "pytest.ini", self.folder)
         self.stubs = folder / "bin"
-        self.stubs.mkdir()
+        self.stubs.mkdir(exist_ok=True)
         self.outputs = folder / "output"
         self.summary = folder / "summary.md"
         for name, line in {
@@ -120,6 +124,7 @@ class Machine:
         environ |= {
             "PATH": f"{self.stubs}:{os.environ['PATH']}",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "PYTEST_ADDOPTS": ADDOPTS,
             "PYTEST_XDIST_AUTO_NUM_WORKERS": "2",
             "GITHUB_OUTPUT": str(self.outputs),
             "GITHUB_STEP_SUMMARY": str(self.summary),
@@ -163,14 +168,6 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-@pytest.fixture
-def light(machine: Machine) -> Machine:
-    (machine.folder / "llama").mkdir()
-    text = "\n".join(line[4:] for line in SUITE.splitlines())
-    (machine.folder / "llama" / "test_llama.py").write_text(text)
-    return machine
-
-
 @pytest.fixture(scope="module")
 def _can_merge() -> None:
     command = [sys.executable, "-m", "pytest_cudaenv", "merge", "--help"]
@@ -178,15 +175,36 @@ def _can_merge() -> None:
         pytest.skip("needs pytest-cudaenv merge")
 
 
-def run_fixed(machine: Machine) -> Mapping[str, Any]:
-    jobs: Mapping[str, Any] = load(CI / "github" / "fixed.yml")["jobs"]
-    for name, runner in (("cpu", "cpu"), ("one-gpu", "h200"), ("two-gpus", "h200x2")):
-        machine.run_job(jobs[name], runner=runner)
+def light(folder: Path) -> Machine:
+    """A machine whose checkout holds the small suite."""
+    machine = Machine(folder)
+    (machine.folder / "llama").mkdir()
+    text = "\n".join(line[4:] for line in SUITE.splitlines())
+    (machine.folder / "llama" / "test_llama.py").write_text(text)
+    return machine
+
+
+def jobs_of(workflow: str) -> Mapping[str, Any]:
+    jobs: Mapping[str, Any] = load(CI / "github" / workflow)["jobs"]
     return jobs
 
 
-def run_matrix(machine: Machine) -> Mapping[str, Any]:
-    jobs: Mapping[str, Any] = load(CI / "github" / "matrix.yml")["jobs"]
+# Each pipeline runs once, and who goes on after its tests gets a copy of what it left.
+
+
+@pytest.fixture(scope="module")
+def fixed(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    """Where the jobs of the fixed workflow have run, all but the merge."""
+    machine, jobs = light(tmp_path_factory.mktemp("fixed")), jobs_of("fixed.yml")
+    for name, runner in (("cpu", "cpu"), ("one-gpu", "h200"), ("two-gpus", "h200x2")):
+        machine.run_job(jobs[name], runner=runner)
+    return machine
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    """Where the jobs of the matrix workflow have run, all but the merge."""
+    machine, jobs = light(tmp_path_factory.mktemp("matrix")), jobs_of("matrix.yml")
     machine.run_job(jobs["plan"])
     name, _, value = machine.outputs.read_text().partition("=")
     assert jobs["plan"]["outputs"][name] == "${{ steps.matrix.outputs.matrix }}"
@@ -194,10 +212,13 @@ def run_matrix(machine: Machine) -> Mapping[str, Any]:
         values = {f"matrix.{key}": str(value) for key, value in row.items()}
         machine.run_job(jobs["tests"], values, row["runner"])
         assert row["labels"] == list(RUNNERS[row["runner"]].labels)
-    return jobs
+    return machine
 
 
-def run_gitlab(machine: Machine) -> Mapping[str, Any]:
+@pytest.fixture(scope="module")
+def gitlab(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    """Where the jobs of GitLab's pipeline have run, all but the merge."""
+    machine = light(tmp_path_factory.mktemp("gitlab"))
     parent, jobs = load(CI / "gitlab" / ".gitlab-ci.yml"), load(CI / "gitlab" / "jobs.yml")
     for line in parent["matrix"]["script"]:
         machine.bash(line)
@@ -208,68 +229,65 @@ def run_gitlab(machine: Machine) -> Mapping[str, Any]:
     for name, job in child.items():
         for line in [*jobs[job["extends"]]["before_script"], *job["script"]]:
             machine.bash(line, name.rpartition("-")[0])
-    return jobs
+    return machine
 
 
-def test_the_fixed_workflow(light: Machine) -> None:
-    run_fixed(light)
-    ran = light.outcomes("ledgers/*.json")
+def test_the_fixed_workflow(fixed: Machine) -> None:
+    ran = fixed.outcomes("ledgers/*.json")
     assert {name: len(tests) for name, tests in ran.items()} == {"cpu": 27, "h200": 25, "h200x2": 1}
     assert set(ran["h200"].values()) == set(ran["h200x2"].values()) == {"passed"}
     assert sorted(ran["cpu"].values()) == 11 * ["passed"] + 16 * ["skipped"]
 
 
-def test_the_matrix_workflow(light: Machine) -> None:
-    run_matrix(light)
-    ran = light.outcomes("ledgers/*.json")
+def test_the_matrix_workflow(matrix: Machine) -> None:
+    ran = matrix.outcomes("ledgers/*.json")
     assert {name: len(tests) for name, tests in ran.items()} == {"cpu-1": 1, "h200-1": 25, "h200x2-1": 1}
     assert {outcome for tests in ran.values() for outcome in tests.values()} == {"passed"}
 
 
-def test_the_pipeline_of_gitlab(light: Machine) -> None:
-    run_gitlab(light)
-    ran = light.outcomes("*.json")
+def test_the_pipeline_of_gitlab(gitlab: Machine) -> None:
+    ran = gitlab.outcomes("*.json")
     assert {name: len(tests) for name, tests in ran.items()} == {"cpu-1": 1, "h200-1": 25, "h200x2-1": 1}
     assert {outcome for tests in ran.values() for outcome in tests.values()} == {"passed"}
 
 
 @pytest.mark.usefixtures("_can_merge")
-def test_the_merge_of_the_fixed_workflow(light: Machine) -> None:
-    jobs = run_fixed(light)
-    light.make_ledgers_real("ledgers/*.json")
-    light.run_job(jobs["merge"])
-    assert "h200x2" in light.summary.read_text()
-    assert "test_two_devices_are_two" in (light.folder / "matrix.html").read_text()
+def test_the_merge_of_the_fixed_workflow(fixed: Machine, tmp_path: Path) -> None:
+    machine = Machine(tmp_path, fixed)
+    machine.make_ledgers_real("ledgers/*.json")
+    machine.run_job(jobs_of("fixed.yml")["merge"])
+    assert "h200x2" in machine.summary.read_text()
+    assert "test_two_devices_are_two" in (machine.folder / "matrix.html").read_text()
 
 
 @pytest.mark.usefixtures("_can_merge")
-def test_the_merge_of_the_matrix_balances_the_next_one(light: Machine) -> None:
-    jobs = run_matrix(light)
-    light.make_ledgers_real("ledgers/*.json")
-    light.run_job(jobs["merge"])
-    assert len(list((light.folder / "durations").iterdir())) == 3
-    light.outputs.unlink()
-    light.run_job(jobs["plan"])
-    rows = json.loads(light.outputs.read_text().partition("=")[2])["include"]
+def test_the_merge_of_the_matrix_balances_the_next_one(matrix: Machine, tmp_path: Path) -> None:
+    machine, jobs = Machine(tmp_path, matrix), jobs_of("matrix.yml")
+    machine.make_ledgers_real("ledgers/*.json")
+    machine.run_job(jobs["merge"])
+    assert len(list((machine.folder / "durations").iterdir())) == 3
+    machine.outputs.unlink()
+    machine.run_job(jobs["plan"])
+    rows = json.loads(machine.outputs.read_text().partition("=")[2])["include"]
     assert [row["job"] for row in rows] == ["cpu-1", "h200-1", "h200x2-1"]
 
 
 @pytest.mark.usefixtures("_can_merge")
-def test_the_merge_of_gitlab(light: Machine) -> None:
-    jobs = run_gitlab(light)
-    light.make_ledgers_real("*.json")
-    for line in jobs["merge"]["script"]:
-        light.bash(line)
-    assert (light.folder / "matrix.xml").exists()
+def test_the_merge_of_gitlab(gitlab: Machine, tmp_path: Path) -> None:
+    machine = Machine(tmp_path, gitlab)
+    machine.make_ledgers_real("*.json")
+    for line in load(CI / "gitlab" / "jobs.yml")["merge"]["script"]:
+        machine.bash(line)
+    assert (machine.folder / "matrix.xml").exists()
 
 
 @pytest.mark.usefixtures("_can_merge")
-def test_a_ledger_that_is_missing_is_red(light: Machine) -> None:
-    jobs = run_fixed(light)
-    light.make_ledgers_real("ledgers/*.json")
-    (light.folder / "ledgers" / "h200.json").unlink()
+def test_a_ledger_that_is_missing_is_red(fixed: Machine, tmp_path: Path) -> None:
+    machine = Machine(tmp_path, fixed)
+    machine.make_ledgers_real("ledgers/*.json")
+    (machine.folder / "ledgers" / "h200.json").unlink()
     with pytest.raises(AssertionError, match="h200"):
-        light.run_job(jobs["merge"])
+        machine.run_job(jobs_of("fixed.yml")["merge"])
 
 
 @pytest.mark.timeout(900)  # torch and transformers are imported four times

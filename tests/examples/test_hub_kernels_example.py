@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.inner_runs import ADDOPTS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -17,7 +19,7 @@ def test_the_example(option: str, passed: int) -> None:
     pytest.importorskip("kernels")
     pytest.importorskip("transformers")
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("CUDAENV_", "PYTEST_"))}
-    environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
+    environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "-1", "PYTEST_ADDOPTS": ADDOPTS}
     command = [sys.executable, "-m", "pytest", "examples/hub_kernels", "-q", "-p", "no:cacheprovider"]
     run = subprocess.run(
         [*command, f"--cuda-hub-kernels={option}"], cwd=ROOT, env=environ, capture_output=True, text=True, check=False
