@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test short lint bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,7 +21,10 @@ test: $(STAMP)  ## linters, types and every test; needs no GPU
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto tests
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal tests
+
+short: $(STAMP)  ## what another release of pytest is likeliest to break, on the oldest one
+	$(BIN)/nox --session short
 
 lint: $(STAMP)
 	$(BIN)/ruff check --fix .
