@@ -11,11 +11,15 @@ pytest.importorskip("transformers")
 
 HEAD = """
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from pytest_cudaenv import attn_backends, dtypes, requires_flash_attn3
+pytestmark = [attn_backends("sdpa"), dtypes("float32")]
+"""
+
+# A start with transformers takes three times as long: for those that have a model.
+MODEL = """
+from transformers import LlamaConfig, LlamaForCausalLM
 CONFIG = LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
 IDS = torch.arange(24).view(2, 12)
-pytestmark = [attn_backends("sdpa"), dtypes("float32")]
 """
 
 
@@ -58,24 +62,30 @@ def test_a_body_that_returns_early(pytester: pytest.Pytester) -> None:
 
 
 def test_a_backend_compared_with_itself(pytester: pytest.Pytester) -> None:
-    body = """
+    body = (
+        MODEL
+        + """
 def test_one(cell, assert_parity):
     model, reference = (cell.build(LlamaForCausalLM, CONFIG) for _ in range(2))
     torch.testing.assert_close(model(IDS).logits, reference(IDS).logits)
     assert_parity(model, IDS, reference=reference)
 """
+    )
     result = run(pytester, body)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*[[]parity-same-backend[]] candidate and reference both use sdpa*"])
 
 
 def test_nothing_compared(pytester: pytest.Pytester) -> None:
-    body = """
+    body = (
+        MODEL
+        + """
 def test_one(cell, assert_parity):
     model = cell.build(LlamaForCausalLM, CONFIG)
     torch.testing.assert_close(model(IDS[:1]).logits[1:], torch.ones(0, 12, 64))
     assert_parity(model, IDS[:1], compare=lambda output: output.logits[1:])
 """
+    )
     result = run(pytester, body)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*[[]parity-empty[]] *"])
