@@ -1,6 +1,7 @@
 """What a witness costs, as a ratio to the bare forward of a tiny model, on the CPU or the first CUDA device.
 
-Pairs in turn, so that a machine whose speed drifts slows both; the median of the pairs' ratios.
+Blocks of both in turn, as tests of cells come after one another, so that a machine whose speed drifts slows both; the
+median of the blocks' ratios.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-ROUNDS = 200
+ROUNDS = 800
+BLOCK = 20
 CHEAP_LIMIT = 1.05
 
 
@@ -34,8 +36,11 @@ def tiny_llama(device: Any) -> Callable[[], Any]:
     return forward
 
 
-def witnessed(forward: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
-    """The forward under the cheap witness, with all that is done for a test, and under the full one."""
+def witnessed(forward: Callable[[], Any]) -> dict[str, tuple[Callable[[], Any], Callable[[], None]]]:
+    """The forward under the cheap witness, with all that is done for a test, and under the full one.
+
+    Each with what is done where a test follows that nobody watches.
+    """
     from pytest_cudaenv.verdict.attention_taps import Taps
     from pytest_cudaenv.verdict.cell_witness import CellRecorder, judge
     from pytest_cudaenv.verdict.witness import watch
@@ -45,18 +50,18 @@ def witnessed(forward: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
 
     def cheap() -> None:
         recorder.start(("sdpa",))
-        taps.install()
+        taps.begin()
         taps.install()  # once before the fixtures, once before the body
         forward()
         assert not judge(("sdpa",), recorder.counts, recorder.others, has_compiled=False)
-        taps.remove()
+        taps.pause()
 
     def full() -> None:
         with watch() as seen:
             forward()
         seen.assert_ran("sdpa")
 
-    return {"cheap witness": cheap, "attn_witness": full}
+    return {"cheap witness": (cheap, taps.remove), "attn_witness": (full, lambda: None)}
 
 
 def main() -> None:
@@ -66,23 +71,39 @@ def main() -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bare = tiny_llama(device)
-    for name, form in witnessed(bare).items():
-        alone, with_it = pairs(bare, form)
-        ratio = statistics.median(one / other for one, other in zip(with_it, alone, strict=True))
+    for name, (form, leave) in witnessed(bare).items():
+        alone, with_it = pairs(bare, form, block=BLOCK, leave=leave)
+        blocks = range(0, len(alone), BLOCK)
+        ratio = statistics.median(
+            statistics.median(with_it[at : at + BLOCK]) / statistics.median(alone[at : at + BLOCK]) for at in blocks
+        )
         limit = f" (limit {CHEAP_LIMIT})" if name.startswith("cheap") else ""
         base = statistics.median(alone) * 1e3
         print(f"verdict, {name} on {device.type}: {ratio:.3f} of a forward of {base:.1f} ms{limit}")
 
 
-def pairs(bare: Callable[[], Any], form: Callable[[], Any]) -> tuple[list[float], list[float]]:
-    """Seconds of both, round by round; which comes first changes, as each pays for garbage that the other left."""
+def pairs(
+    bare: Callable[[], Any],
+    form: Callable[[], Any],
+    *,
+    rounds: int = ROUNDS,
+    block: int = 1,
+    leave: Callable[[], None] = lambda: None,
+) -> tuple[list[float], list[float]]:
+    """Seconds of both, round by round; which comes first changes, as each pays for garbage that the other left.
+
+    `block`: so many of one before the other's turn, as tests of a suite come; `leave` is called after the form's.
+    """
     taken: tuple[list[float], list[float]] = ([], [])
-    for place in range(-10, ROUNDS):
+    for place in range(-2, rounds // block):
         for which in (0, 1) if place % 2 else (1, 0):
-            started = time.perf_counter()
-            (bare, form)[which]()
-            if place >= 0:
-                taken[which].append(time.perf_counter() - started)
+            for _ in range(block):
+                started = time.perf_counter()
+                (bare, form)[which]()
+                if place >= 0:
+                    taken[which].append(time.perf_counter() - started)
+            if which:
+                leave()
     return taken
 
 

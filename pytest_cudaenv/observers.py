@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 class Observer(ABC):
     """Watches for one thing. Without torch imported it does nothing, and it never imports it."""
 
+    def unwatched(self) -> None:  # noqa: B027
+        """A test that nobody watches is next in this process, or none: what was put in place for others goes."""
+
     def before(self, item: pytest.Item) -> None:  # noqa: B027
         """A test that will be watched is next: nothing of it has run, and no other plugin's hook."""
 
@@ -70,6 +73,10 @@ class Observers:
         self.observers = tuple(observers)
         self.strict = strict
         self._watched: pytest.Item | None = None
+
+    def unwatched(self) -> None:
+        for observer in self.observers:
+            observer.unwatched()
 
     def before(self, item: pytest.Item) -> None:
         """See `Observer`; so are the others."""

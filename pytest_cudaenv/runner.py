@@ -60,6 +60,8 @@ class Runner:
         """Before a test of this process, and before any hook of it."""
         if plan.is_watched:
             self.observers.before(item)
+        else:
+            self.observers.unwatched()
 
     def set_up(self, item: pytest.Item, plan: Plan) -> None:
         """Before a test's fixtures: skip it with its reasons, or give it its grant and seed."""

@@ -564,6 +564,8 @@ class CudaSession:
         """Before a test that runs in this process, and before any hook of it."""
         if (plan := item.stash.get(PLAN, None)) is not None:
             self.runner.before(plan, item)
+        elif "runner" in self.__dict__:
+            self.runner.observers.unwatched()
 
     def set_up(self, item: pytest.Item) -> None:
         """Before a test's fixtures: skip it with its reasons, or give it its grant and seed."""
@@ -693,6 +695,8 @@ class CudaSession:
 
     def end(self) -> None:
         """Undo everything, however the run ended."""
+        if "runner" in self.__dict__:
+            self.runner.observers.unwatched()
         self.end_isolation()
         self.end_collection()
         if self.__dict__.get("adoption") is not None:

@@ -45,16 +45,22 @@ class WitnessObserver(Observer):
         self._told: dict[str, dict[str, int]] = {}
         """Cell -> the calls of each backend, of such a test."""
 
+    def unwatched(self) -> None:
+        if self._taps is not None:
+            self._taps[1].remove()
+
     def begin(self, item: pytest.Item, plan: Plan, grant: Grant) -> None:  # noqa: ARG002
         self._plan = plan
         self._of_parts, self._told = [], {}
         if plan.cell.attn_backend is not None:
             self._watch(plan.cell)
+        else:
+            self.unwatched()
 
     def _watch(self, cell: CellParameters) -> None:
         recorder, taps = self._recorder()
         recorder.start(cell.backends, cell.parts)
-        taps.install()
+        taps.begin()
         if self._announcer is not None:
             return
         late = [name for name in _watched_modules() if name not in sys.modules]
@@ -137,7 +143,7 @@ class WitnessObserver(Observer):
         if self._taps is None or cell.attn_backend is None:
             return
         recorder, taps = self._taps
-        taps.remove()
+        taps.pause()
         if "torch" in sys.modules and self._plan is not None and is_over and not self._has_part_failed:
             counts = dict(recorder.counts)
             self._told[str(cell.id)] = counts
@@ -202,7 +208,7 @@ class WitnessObserver(Observer):
             self._announcer.remove()
             self._announcer = None
         if self._taps is not None:
-            self._taps[1].remove()
+            self._taps[1].pause()
             self._taps[0].start(())
         self._plan = None
         self._in_body = self._has_part_failed = False

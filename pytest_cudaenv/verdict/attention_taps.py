@@ -7,12 +7,12 @@ and while torch.compile traces they are not there. What is written into a model 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -52,20 +52,19 @@ TRACED = frozenset({"FakeTensor", "FunctionalTensor"})
 """Classes of tensors that have no numbers: torch traces with them, and what is called on them has not run."""
 
 
-def is_traced(arguments: tuple[Any, Any]) -> bool:
+def is_traced(call: OpenCall) -> bool:
     """Whether a call of attention is on tensors without numbers: fake ones, or the meta device's."""
-    args, kwargs = arguments
-    for value in (*args[:2], kwargs.get("query"), kwargs.get("q")):
-        if type(value).__name__ in TRACED or getattr(value, "is_meta", False) is True:
-            return True
-    return False
+    args, kwargs = call.arguments
+    place = 0 if call.asked is None else 1  # a registry's function takes its module first
+    query = args[place] if len(args) > place else kwargs.get("query", kwargs.get("q"))
+    return type(query).__name__ in TRACED or getattr(query, "is_meta", False) is True
 
 
 _unseen = [0]
 """How many blocks are open in which nothing is recorded; of the process, as a backward pass has threads of its own."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def unseen() -> Iterator[None]:
     """A block whose attention is no part of what a test is judged by, such as a reference's."""
     _unseen[0] += 1
@@ -82,6 +81,9 @@ def is_unseen() -> bool:
 
 class Recorder(ABC):
     """Hears of each call; calls nest, by thread."""
+
+    has_around = False
+    """Whether `around` is more than nothing."""
 
     sees_all = False
     """Whether it hears of calls in blocks that are `unseen` to others as well."""
@@ -100,14 +102,18 @@ class Recorder(ABC):
 
     def run(self, call: OpenCall) -> Any:
         """Make the call: what it returns or raises is the function's own."""
-        if (_unseen[0] and not self.sees_all) or is_traced(call.arguments):
+        args, kwargs = call.arguments
+        if (_unseen[0] and not self.sees_all) or is_traced(call):
             with self.around(call):
-                return call.function(*call.arguments[0], **call.arguments[1])
+                return call.function(*args, **kwargs)
         stack = self.open
         stack.append(call)
         try:
-            with self.around(call):
-                value = call.function(*call.arguments[0], **call.arguments[1])
+            if self.has_around:
+                with self.around(call):
+                    value = call.function(*args, **kwargs)
+            else:
+                value = call.function(*args, **kwargs)
         finally:
             stack.pop()
         for outer in stack:  # no generator: this is paid for by every call of attention
@@ -121,24 +127,13 @@ class Recorder(ABC):
             call.value = None
         return value
 
-    def around(self, call: OpenCall) -> Any:  # noqa: ARG002
+    def around(self, call: OpenCall) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
         """A context for the function itself."""
-        return _NOTHING
+        return contextlib.nullcontext()
 
     @abstractmethod
     def ran(self, call: OpenCall, outer: list[OpenCall]) -> None:
         """A call without a further one inside it has ended."""
-
-
-class _Nothing:
-    """A context that does nothing, and costs less than `contextlib.nullcontext`."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-_NOTHING = _Nothing()
 
 
 class Taps:
@@ -147,18 +142,30 @@ class Taps:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.is_on = False
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], bool]] = []
+        self._left: list[Callable[[], bool]] = []
+        """Those of wraps that somebody had replaced when they were to go, and may put back."""
         self._wraps: dict[int, Callable[..., Any]] = {}
         """id of a function -> its wrap, the same one each time: code compiled under a wrap stays valid."""
         self._interfaces: dict[tuple[int, str], Callable[..., Any]] = {}
         self._places: list[tuple[ModuleType, str, Any]] = []
         self._replaced: dict[tuple[int, str], Any] = {}
+        self._in_place: list[tuple[Any, str, Any]] = []
         self._scanned = -1
+
+    def begin(self) -> None:
+        """The same in front of a test: what others have put in the wraps' places since is wrapped in their stead."""
+        if not self._is_in_place():
+            self.remove()
+        self.install()
+
+    def _is_in_place(self) -> bool:
+        return all(vars(owner).get(name) is wrap for owner, name, wrap in self._in_place)
 
     def install(self) -> None:
         """Wrap what has been imported by now; called again, what was imported since."""
         self.is_on = True
-        if "torch" not in sys.modules:
+        if "torch" not in sys.modules or (self._in_place and not self.is_behind() and self._is_in_place()):
             return
         self._find_places()
         for module, name, wrap in self._places:
@@ -176,27 +183,38 @@ class Taps:
         """Whether modules were imported since it was installed."""
         return self._scanned != len(sys.modules)
 
+    def pause(self) -> None:
+        """Hear of nothing, until it is installed again: the wraps stay, and call what they wrap.
+
+        To put them in place and take them away for each test costs more than they do: code that has run is compiled
+        anew by the interpreter where what it refers to has changed.
+        """
+        self.is_on = False
+
     def remove(self) -> None:
         """Put back what was there."""
         self.is_on = False
         self._replaced.clear()
-        while self._undo:
-            self._undo.pop()()
+        self._in_place.clear()
+        to_do, self._undo = [*reversed(self._undo), *self._left], []
+        self._left = [undo for undo in to_do if not undo()]
 
     def _replace(self, owner: Any, name: str, wrap: Any) -> None:
         if (id(owner), name) in self._replaced:
             return
         self._replaced[id(owner), name] = wrap
+        self._in_place.append((owner, name, wrap))
         # An attribute of a class may be inherited: then it is taken away again.
         own = vars(owner).get(name)
 
-        def undo() -> None:
+        def undo() -> bool:
             if vars(owner).get(name) is not wrap:
-                return  # somebody replaced it since, and owns it now
+                return False  # somebody replaced it since, and owns it now
             if own is None:
                 delattr(owner, name)
             else:
                 setattr(owner, name, own)
+            return True
 
         setattr(owner, name, wrap)
         self._undo.append(undo)

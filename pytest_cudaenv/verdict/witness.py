@@ -100,6 +100,8 @@ class Witness:
 class _Detailed(Recorder):
     """Keeps each call with its module and what reached it."""
 
+    has_around = True
+
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.taps = Taps(self)

@@ -522,3 +522,56 @@ def test_a_kernel_that_the_cpu_has_not_needs_a_device(pytester: pytest.Pytester)
     result = run(pytester, body, "--cuda-visible=-1", "-rs")
     result.assert_outcomes(passed=2, skipped=2)
     result.stdout.fnmatch_lines(["SKIPPED*[[]cuda-*needs a CUDA device; have *"])
+
+
+def test_the_taps_stay_between_tests_of_cells_and_go_before_others(pytester: pytest.Pytester) -> None:
+    """What a fixture of a module puts in their place is watched; a test that is not watched finds none of them."""
+    pytester.makepyfile(
+        """
+        import pytest
+        import torch
+        import torch.nn.functional as F
+        from pytest_cudaenv import attn_backends, dtypes
+
+        OWN = F.scaled_dot_product_attention
+        SEEN = []
+
+        def attend():
+            q = torch.ones(1, 1, 2, 4)
+            return F.scaled_dot_product_attention(q, q, q)
+
+        @pytest.fixture(scope="class")
+        def mine():
+            with pytest.MonkeyPatch.context() as patch:
+                inner = F.scaled_dot_product_attention
+                def other(*args, **kwargs):
+                    SEEN.append(len(args))
+                    return inner(*args, **kwargs)
+                patch.setattr(F, "scaled_dot_product_attention", other)
+                yield
+
+        class TestCells:
+            @attn_backends("sdpa")
+            @dtypes("fp32")
+            @pytest.mark.parametrize("n", range(2))
+            def test_first(self, cell, n): attend()
+
+        class TestPatched:
+            @attn_backends("sdpa")
+            @dtypes("fp32")
+            @pytest.mark.parametrize("n", range(3))
+            def test_second(self, mine, cell, n):
+                attend()
+                assert len(SEEN) == n + 1
+
+        class TestOther:
+            @attn_backends("sdpa")
+            @dtypes("fp32")
+            def test_third(self, cell): attend()
+
+        def test_plain():
+            assert F.scaled_dot_product_attention is OWN
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "no:randomly", "--cuda-strict")
+    result.assert_outcomes(passed=7)
