@@ -31,3 +31,8 @@ def test_mixed_precision_keywords(mixed_precision, device, tmp_path):
         output_dir=str(tmp_path), report_to=[], use_cpu=device.type == "cpu", **mixed_precision
     )
     assert (arguments.bf16, arguments.fp16) == (mixed_precision["bf16"], mixed_precision["fp16"])
+    dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
+    weight = torch.ones(8, 8, device=device)
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+        product = weight @ weight
+    assert (product.dtype, product[0, 0].item()) == (dtype, 8)
