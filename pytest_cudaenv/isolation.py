@@ -7,6 +7,7 @@ import faulthandler
 import importlib
 import os
 import select
+import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -140,7 +141,10 @@ class Isolation:
     # In the zygote and in device processes ---------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        importlib.import_module("pytest_cudaenv.runner")  # once, and not in each device process
+        # Once, and not in each device process: what is done for the first test of a process, whose numbers are seeded.
+        if "numpy" in sys.modules:
+            importlib.import_module("numpy.random")
+        _ = self.session.runner
         for descriptor in compat.worker_descriptors(self.pytest_session.config):
             with contextlib.suppress(OSError):
                 os.close(descriptor)  # a controller must see its worker's death, whatever the worker has forked
