@@ -16,31 +16,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.verdict_witness import pairs
+from benchmarks.verdict_witness import pairs, tiny_llama
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "examples" / "hub_kernels" / "kernels" / "tiny-layers"
 LAYERS = {"RMSNorm": f"{TINY}:RMSNorm", "SiLU": f"{TINY}:SiLU", "rotary_pos_emb": f"{TINY}:Rotary"}
-
-
-def tiny_llama(device: Any) -> tuple[Any, Callable[[], None]]:
-    """A model of two layers, and its forward."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
-    )
-    model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval().to(device)
-    ids = torch.arange(24, device=device).reshape(2, 12)
-
-    def forward() -> None:
-        with torch.no_grad():
-            model(ids)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    return model, forward
 
 
 def refuse(reasons: Sequence[Any]) -> NoReturn:

@@ -16,8 +16,8 @@ BLOCK = 20
 CHEAP_LIMIT = 1.05
 
 
-def tiny_llama(device: Any) -> Callable[[], Any]:
-    """One forward of two layers: what is done for a test, no more than the smallest of them does."""
+def tiny_llama(device: Any) -> tuple[Any, Callable[[], None]]:
+    """A model of two layers, and its forward: what is done for a test, no more than the smallest of them does."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,7 +33,7 @@ def tiny_llama(device: Any) -> Callable[[], Any]:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    return forward
+    return model, forward
 
 
 def witnessed(forward: Callable[[], Any]) -> dict[str, tuple[Callable[[], Any], Callable[[], None]]]:
@@ -70,7 +70,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    bare = tiny_llama(device)
+    _, bare = tiny_llama(device)
     for name, (form, leave) in witnessed(bare).items():
         alone, with_it = pairs(bare, form, block=BLOCK, leave=leave)
         blocks = range(0, len(alone), BLOCK)
