@@ -145,8 +145,7 @@ class CudaSession:
         if not any_given(self.config):
             return None
         settings = self.settings
-        is_wanted = settings.adopt or settings.ledger or self.has_promises or self.allows_no_skip
-        if not (is_wanted or self.config.getini(ADOPT_MARKERS)):
+        if not (settings.adopt or settings.ledger or self.judges_skips or self.config.getini(ADOPT_MARKERS)):
             return None
         from pytest_cudaenv.adoption import Adoption
 
@@ -357,6 +356,11 @@ class CudaSession:
         """Whether no test may be skipped for what this host lacks."""
         return self.settings.unmet == "fail"
 
+    @property
+    def judges_skips(self) -> bool:
+        """Whether a skip of the suite's own may be a failure."""
+        return self.has_promises or self.allows_no_skip
+
     def breach(self, reasons: Sequence[Reason]) -> Promise | None:
         """The promise of the runner that a skip for these reasons breaks."""
         if not self.has_promises:
@@ -503,9 +507,7 @@ class CudaSession:
         if not any_given(self.config):
             return False
         settings = self.settings
-        if settings.ledger or settings.require or settings.runner or self.allows_no_skip:
-            return True
-        return settings.min_ran is not None
+        return bool(settings.ledger or self.judges_skips or settings.min_ran is not None)
 
     @cached_property
     def poison(self) -> Poison:
@@ -619,8 +621,7 @@ class CudaSession:
         else:
             text = text_of_skip(report)
             record["reasons"] = as_data(self.adoption.why(item, text))
-            is_judged = self.has_promises or self.allows_no_skip
-            promise = self.denied(self.adoption.claims(item, text)) if is_judged else None
+            promise = self.denied(self.adoption.claims(item, text)) if self.judges_skips else None
             if promise is not None:
                 record["breach"] = promise
                 fail(report, promised_and_skipped(promise, text, record["reasons"]))
@@ -638,7 +639,7 @@ class CudaSession:
         text = text_of_skip(report)
         reasons = as_data(skip_reasons(text, self.unmet))
         record = {"cell": None, "ran_on": None, "reasons": reasons, "skip": text}
-        if self.has_promises or self.allows_no_skip:
+        if self.judges_skips:
             from pytest_cudaenv.ledger.claims import claimed
 
             if (claim := claimed(text)) is not None and (promise := self.denied([claim])) is not None:

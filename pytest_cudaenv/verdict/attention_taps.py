@@ -149,8 +149,8 @@ class Taps:
         """id of a function -> its wrap, the same one each time: code compiled under a wrap stays valid."""
         self._interfaces: dict[tuple[int, str], Callable[..., Any]] = {}
         self._places: list[tuple[ModuleType, str, Any]] = []
-        self._replaced: dict[tuple[int, str], Any] = {}
-        self._in_place: list[tuple[Any, str, Any]] = []
+        self._replaced: dict[tuple[int, str], tuple[Any, Any]] = {}
+        """(id of an owner, attribute) -> the owner, and the wrap that was put there."""
         self._scanned = -1
 
     def begin(self) -> None:
@@ -160,12 +160,12 @@ class Taps:
         self.install()
 
     def _is_in_place(self) -> bool:
-        return all(vars(owner).get(name) is wrap for owner, name, wrap in self._in_place)
+        return all(vars(owner).get(name) is wrap for (_, name), (owner, wrap) in self._replaced.items())
 
     def install(self) -> None:
         """Wrap what has been imported by now; called again, what was imported since."""
         self.is_on = True
-        if "torch" not in sys.modules or (self._in_place and not self.is_behind() and self._is_in_place()):
+        if "torch" not in sys.modules or (self._replaced and not self.is_behind() and self._is_in_place()):
             return
         self._find_places()
         for module, name, wrap in self._places:
@@ -195,15 +195,13 @@ class Taps:
         """Put back what was there."""
         self.is_on = False
         self._replaced.clear()
-        self._in_place.clear()
         to_do, self._undo = [*reversed(self._undo), *self._left], []
         self._left = [undo for undo in to_do if not undo()]
 
     def _replace(self, owner: Any, name: str, wrap: Any) -> None:
         if (id(owner), name) in self._replaced:
             return
-        self._replaced[id(owner), name] = wrap
-        self._in_place.append((owner, name, wrap))
+        self._replaced[id(owner), name] = owner, wrap
         # An attribute of a class may be inherited: then it is taken away again.
         own = vars(owner).get(name)
 
@@ -245,7 +243,7 @@ class Taps:
                 backend_of = functions.get(id(itself(function)))
                 if function is None or backend_of is None:
                     continue
-                wrap = self._replaced.get((id(module), name)) or self._entry(function, backend_of)
+                _, wrap = self._replaced.get((id(module), name)) or (module, self._entry(function, backend_of))
                 self._places.append((module, name, wrap))
 
     def _wrapped(self, function: Any, make: Callable[[Any], Any]) -> Any:

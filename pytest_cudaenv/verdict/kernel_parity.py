@@ -18,8 +18,8 @@ from pytest_cudaenv.verdict.parity_numbers import (
     ParityError,
     Row,
     Rule,
+    all_leaves,
     compare,
-    leaves,
     typical_error,
     worst,
 )
@@ -91,18 +91,7 @@ def take(model: Any, run: Callable[[Any], Any] | Inputs, backward: bool, of: Any
 
 def whole_numbers(output: Any) -> dict[str, Any]:
     """The tensors of an output that are no floating-point numbers, by the paths that `leaves` gives."""
-    import torch
-    from torch.overrides import TorchFunctionMode
-
-    class EachCounts(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
-        """`leaves` takes floating-point tensors; in here each tensor says that it is one."""
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return True if func is torch.Tensor.is_floating_point else func(*args, **(kwargs or {}))
-
-    with EachCounts():
-        found = leaves(output)
-    return {name: leaf.tensor for name, leaf in found.items() if not leaf.tensor.is_floating_point()}
+    return {name: leaf.tensor for name, leaf in all_leaves(output) if not leaf.tensor.is_floating_point()}
 
 
 def _dtype_of(model: Any, run: Any) -> Any:

@@ -85,25 +85,26 @@ class Rule:
 
 def leaves(output: Any, path: str = "") -> dict[str, Leaf]:
     """The floating-point tensors of an output by their paths: tuples, mappings, dataclasses, caches, nested."""
-    return dict(_leaves(output, path))
+    found = all_leaves(output, path)
+    return {name: leaf for name, leaf in found if leaf.sequence is not None or leaf.tensor.is_floating_point()}
 
 
-def _leaves(output: Any, path: str) -> Iterator[tuple[str, Leaf]]:
+def all_leaves(output: Any, path: str = "") -> Iterator[tuple[str, Leaf]]:
+    """The same of every tensor, whatever its numbers are."""
     if hasattr(output, "is_floating_point") and hasattr(output, "shape"):
-        if output.is_floating_point():
-            yield path or "output", Leaf(output)
+        yield path or "output", Leaf(output)
     elif isinstance(output, Mapping):
         for name, value in output.items():
-            yield from _leaves(value, f"{path}.{name}" if path else str(name))
+            yield from all_leaves(value, f"{path}.{name}" if path else str(name))
     elif isinstance(output, (tuple, list)):
         for index, value in enumerate(output):
-            yield from _leaves(value, f"{path}[{index}]")
+            yield from all_leaves(value, f"{path}[{index}]")
     elif (cached := cache_tensors(output)) is not None:
         for name, value in cached:
             yield f"{path or 'cache'}.{name}", Leaf(value, value.dim() - 2)
     elif is_dataclass(output) and not isinstance(output, type):
         for field in fields(output):
-            yield from _leaves(getattr(output, field.name), f"{path}.{field.name}" if path else field.name)
+            yield from all_leaves(getattr(output, field.name), f"{path}.{field.name}" if path else field.name)
 
 
 def cache_tensors(output: Any) -> list[tuple[str, Any]] | None:
